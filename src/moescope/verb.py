@@ -189,7 +189,8 @@ class Measure:
     """A colour of the layers x experts map: one value per layer and expert, with its chance level.
 
     `frame` has the columns layer, expert, value; where they apply also chance, low and high (an interval of
-    the value), beyond (whether it exceeds chance) and mark (experts to cross out).
+    the value), beyond (whether it exceeds chance), mark (experts to cross out) and cluster (an expert's place
+    in an order of its layer that puts related experts side by side).
     """
 
     name: str
@@ -201,6 +202,7 @@ class Measure:
     logarithmic: bool = False
     limits: tuple[float, float] | None = None  # of the colour scale; by default those of the values
     view: str = ""
+    domain: str = ""  # of the text that it is about
 
 
 @dataclass(frozen=True)

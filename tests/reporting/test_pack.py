@@ -51,9 +51,8 @@ def test_a_table_keeps_its_columns_names_and_nulls():
     assert payload["rows"] == [[1, 0.5], [2, None]]
 
 
-def test_a_table_made_by_hand_links_its_layers():
-    payload = plain_table(
-        "glance", "At a glance", [("layer", "layer", "int"), ("cv", "CV", "float")], [[0, 0.5]], "layer-"
-    )
+def test_a_table_made_by_hand_has_heads_and_plain_rows():
+    heads = [("layer", "layer", "int"), ("cv", "CV", "float")]
+    payload = plain_table("glance", "At a glance", heads, [[0, 0.5]])
     assert payload["columns"][1] == {"name": "cv", "title": "CV", "kind": "float"}
-    assert (payload["rows"], payload["links"]) == ([[0, 0.5]], "layer-")
+    assert payload["rows"] == [[0, 0.5]]

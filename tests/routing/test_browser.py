@@ -97,7 +97,7 @@ def test_colours_follow_layer_document_and_expert(opened, traced_run):
         "all => all.map((span) => span.style.getPropertyValue('--hue') !== 'transparent')"
     )
     assert coloured == [3 in experts for experts in tokens.query("layer == 2")["experts"]]
-    expect(page.locator("#tab-text h4:visible")).to_contain_text(
+    expect(page.locator("#tab-text .caption:visible")).to_contain_text(
         f"expert 3 is chosen at {sum(coloured)} of {len(coloured)} tokens"
     )
     page.locator("#tab-text select[aria-label=document]:visible").select_option(label="document 30, other")
@@ -107,6 +107,42 @@ def test_colours_follow_layer_document_and_expert(opened, traced_run):
         .sort_values("position")
     )
     assert body.locator(".token").all_text_contents() == [f"word{token - 4}" for token in other["token_id"]]
+
+
+def test_an_expert_has_one_colour_in_every_layer_and_document_and_a_key(opened):
+    page = opened(place="#/text")
+    body = text_of(page)
+    colours = "all => all.map((span) => [span.dataset.expert, span.style.getPropertyValue('--hue')])"
+    keys = "all => all.map((key) => [key.dataset.expert, key.style.getPropertyValue('--hue')])"
+    seen = set()
+    for layer in ("0", "1", "2"):
+        for document in ("0", "30"):
+            page.evaluate(f"M.state.replace({{ layer: {layer}, document: '{document}' }})")
+            pairs = {tuple(pair) for pair in body.locator(".token").evaluate_all(colours)}
+            assert {tuple(pair) for pair in page.locator("#tab-text .key").evaluate_all(keys)} == pairs
+            seen |= pairs
+    assert len(seen) == len({expert for expert, _ in seen}) == len({hue for _, hue in seen}) == 4
+
+
+def test_a_token_shows_its_first_choice_in_every_layer_and_the_keyboard_reaches_it(opened, traced_run):
+    page = opened(place="#/text?layer=1")
+    body = text_of(page)
+    body.focus()
+    for _ in range(3):
+        page.keyboard.press("ArrowRight")
+    row = traced_run.table("tokens").query("step == 200 and document == 0 and position == 2")
+    first = row.sort_values("layer")["experts"].map(lambda experts: str(experts[0])).tolist()
+    expect(page.locator("#tab-text .tip .strip i")).to_have_text(first)
+    page.keyboard.press("ArrowDown")
+    expect(page.locator("#tab-text .controls output")).to_have_text("2")
+    page.keyboard.press("Enter")
+    expect(page.locator("#drawer h2")).to_have_text(f"L2 · E{first[2]}")
+    link = page.evaluate("location.hash")
+    page.evaluate("M.state.set({ domain: 'other', expert: null })")
+    expect(page.locator("#tab-text select[aria-label=document]")).to_have_value("30")
+    again = opened(place=link)
+    expect(again.locator("#drawer h2")).to_have_text(f"L2 · E{first[2]}")
+    expect(again.locator("#tab-text select[aria-label=document]")).to_have_value("0")
 
 
 def test_a_click_on_the_map_opens_the_expert_with_the_tables_numbers(opened, traced_run):
@@ -126,7 +162,7 @@ def test_a_click_on_the_map_opens_the_expert_with_the_tables_numbers(opened, tra
     expect(row).to_contain_text(f"rank {rank} of 4")
     lifts = traced_run.table("domains").query("step == 200 and layer == 1 and expert == 2")
     for domain, value in lifts.set_index("domain")["affinity"].items():
-        shown = drawer.locator(f"tr[data-measure='domain-{domain}'] b").text_content()
+        shown = drawer.locator(f".bar-row[data-name='{domain}'] .amount").text_content()
         assert float(shown) == pytest.approx(value, rel=5e-3)
     token = drawer.locator(".chip").first.text_content()
     drawer.locator("a[aria-label=Close]").click()
@@ -145,9 +181,9 @@ def test_a_finding_opens_the_figure_that_shows_it(opened):
 def test_two_experts_are_compared_on_the_experts_tab(opened):
     page = opened(place="#/experts?layer=1&expert=2")
     expect(page.locator(".expert-column h2")).to_have_text(["L1 · E2"])
-    page.locator("a", has_text="Pin to compare").click()
-    page.locator(".expert-column input[type=number]").first.fill("0")
-    page.locator(".expert-column input[type=number]").first.press("Enter")
+    page.locator(".expert-column a", has_text="Pin").click()
+    page.locator(".expert-column input[type=number]").fill("0")
+    page.locator(".expert-column input[type=number]").press("Enter")
     expect(page.locator(".expert-column h2")).to_have_text(["L1 · E0", "L1 · E2"])
 
 
@@ -155,7 +191,8 @@ def test_a_reader_changes_the_view_and_sees_only_that_one(opened):
     page = opened(place="#/routing")
     loads = page.locator("section[data-section=load]:visible")
     expect(loads).to_have_count(1)
-    page.locator("#top select[data-state=trace]").select_option("step 100, decode")
+    page.locator("#top select[data-state=phase]").select_option("decode")
+    page.locator("#top select[data-state=step]").select_option("step 100")
     expect(loads).to_have_count(1)
     expect(page.locator("section[data-section=separation]:visible")).to_contain_text("the other phase only")
     page.locator("#tabs a[data-tab=overview]").click()

@@ -294,6 +294,31 @@ def test_every_token_of_the_text_shown_has_its_word_even_one_no_expert_is_known_
     assert any(word.startswith("#") for word in without.words)  # as older traces are shown
 
 
+def test_a_long_text_is_cut_between_words_and_says_how_much_is_shown(traced_run, tmp_path, monkeypatch):
+    run = Run.load(shutil.copytree(traced_run.path, tmp_path / "run"))
+    pieces = run.table("token_text")  # word0 begins a word, the others continue one
+    starts = pieces["token"].str.fullmatch("word[0-9]*[05]")
+    pieces["token"] = pieces["token"].where(~starts, " " + pieces["token"])
+    write_table(TRACE_TABLES["token_text"], pieces, run.path / "token_text.parquet")
+    monkeypatch.setattr("moescope.routing.report_views.TOKENS_EACH", 14)
+    page = payloads(report(run, out=tmp_path / "r.html").read_text(encoding="utf-8"))
+    text = next(value for name, value in page.items() if name.endswith("text-widget"))
+    tokens = run.table("tokens").query("layer == 0 and phase == 'prefill'")
+    cut = 0
+    for document in text["documents"]:
+        rows = tokens[(tokens["document"] == document["number"]) & (tokens["step"] == 200)]
+        shown = text["words"][document["from"] : document["to"]]
+        assert document["tokens"] == len(rows)
+        assert 0 < len(shown) <= 14
+        if len(rows) <= 14:
+            assert len(shown) == len(rows)
+        elif any(word.startswith(" ") for word in shown[1:]):
+            following = rows.sort_values("position")["token_id"].iloc[len(shown)] - 4
+            assert following % 5 == 0  # the next token begins a word
+            cut += 1
+    assert cut >= 3
+
+
 def excerpt_of(run: Run, forget: str = ""):
     if forget:
         (run.path / f"{forget}.parquet").unlink()
@@ -342,7 +367,7 @@ def test_domain_lifts_of_the_map_are_the_tables_affinities(html, traced_run):
     (measure,) = [
         item
         for item in payloads(html)["map"]["measures"]
-        if item["name"] == "domain-other" and item["view"] == LAST
+        if (item["domain"], item["view"]) == ("other", LAST)
     ]
     table = rows.pivot(index="layer", columns="expert", values="affinity")
     np.testing.assert_allclose(np.array(measure["value"], float), table, rtol=1e-3)

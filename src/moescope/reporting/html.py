@@ -22,6 +22,7 @@ SCRIPTS = (
     "text",
     "methods",
     "overview",
+    "search",
     "frame",
 )
 

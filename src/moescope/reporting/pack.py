@@ -90,14 +90,10 @@ def plain_table(
     title: str,
     heads: Sequence[tuple[str, str, str]],
     rows: Sequence[Sequence[Any]],
-    links: str = "",
 ) -> dict[str, Any]:
-    """Return a table that stands in no file; heads are (glossary entry, title, kind).
-
-    With `links`, a cell of the column `layer` links to the folded section `<links><layer>` of the same view.
-    """
+    """Return a table that stands in no file; heads are (glossary entry, title, kind)."""
     columns = [{"name": entry, "title": head, "kind": kind} for entry, head, kind in heads]
-    return {"name": name, "title": title, "columns": columns, "rows": plain(list(rows)), "links": links}
+    return {"name": name, "title": title, "columns": columns, "rows": plain(list(rows))}
 
 
 def packed(value: Any) -> str:

@@ -58,6 +58,7 @@ def page_content(runs: list[Run]) -> dict[str, Any]:
         "tabs": page.tabs(),
         "map": page.keep("map", overview),
         "layers": sorted(layers),
+        "domains": sorted({measure["domain"] for measure in overview["measures"] if measure["domain"]}),
         "experts": page.expert_data(),
         "views": page.selectors(),
         "run_views": page.run_views,
@@ -182,18 +183,15 @@ class Page:
             "badge": section.badge,
         }
         if section.folded or section.layer is not None:
-            return {**head, "payload": self.keep(place, section_payload(section, place))}
+            content = section_payload(section, place)
+            return {**head, "payload": self.keep(place, content), "figures": figure_index(content)}
         return {
             **head,
             "text": section.text,
             "findings": [str(line) for line in section.findings],
             "facts": section.facts,
             "figures": [
-                {
-                    "payload": self.keep(f"{place}-{count}-{spec.name}", drawn(spec, tables, place)),
-                    "name": spec.name,
-                    "wide": spec.wide,
-                }
+                self.figure_entry(f"{place}-{count}-{spec.name}", drawn(spec, tables, place))
                 for count, (spec, tables) in enumerate(section.figures)
             ],
             "tables": [
@@ -203,6 +201,12 @@ class Page:
             "widget": section.widget
             and {"name": section.widget[0], "payload": self.keep(f"{place}-widget", section.widget[1])},
             "sections": [self.entry(inner, place, run, view) for inner in section.sections],
+        }
+
+    def figure_entry(self, place: str, figure: dict[str, Any]) -> dict[str, Any]:
+        return {
+            "payload": self.keep(place, figure),
+            **{name: figure[name] for name in ("name", "title", "wide")},
         }
 
     def selectors(self) -> list[dict[str, Any]]:
@@ -285,11 +289,12 @@ def measure_payload(measure: Measure) -> dict[str, Any]:
         "logarithmic": measure.logarithmic,
         "limits": measure.limits,
         "view": measure.view,
+        "domain": measure.domain,
         "layers": layers,
         "experts": width,
         **{
             name: matrix(frame[name].astype(float))
-            for name in ("value", "chance", "low", "high", "beyond", "mark")
+            for name in ("value", "chance", "low", "high", "beyond", "mark", "cluster")
             if name in frame
         },
     }
@@ -321,6 +326,12 @@ def section_payload(section: Section, where: str) -> dict[str, Any]:
         "widget": section.widget,
         "sections": [section_payload(inner, where) for inner in section.sections],
     }
+
+
+def figure_index(content: dict[str, Any]) -> list[dict[str, Any]]:
+    """Return name and title of every figure in a section's content, for search and links."""
+    own = [{"name": figure["name"], "title": figure["title"]} for figure in content["figures"]]
+    return own + [entry for inner in content["sections"] for entry in figure_index(inner)]
 
 
 def drawn(spec: FigureSpec, tables: Tables, where: str) -> dict[str, Any]:

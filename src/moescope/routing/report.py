@@ -413,7 +413,7 @@ def glance_table(view: View) -> Payload:
                 values.append(rows[column])
                 heads.append((entry, head, "float"))
     cells = [[layer, *(column.get(layer, float("nan")) for column in values)] for layer in view.layers]
-    return plain_table("routing_at_a_glance", "Routing at a glance", heads, cells, links="layer-")
+    return plain_table("routing_at_a_glance", "Routing at a glance", heads, cells)
 
 
 def step_sections(trace: TraceTables) -> list[Section]:

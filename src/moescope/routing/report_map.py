@@ -11,8 +11,8 @@ from scipy.special import ndtri
 
 from moescope.plotting.style import RANDOM, number, values_of
 from moescope.reporting.pack import plain
-from moescope.routing.expert_maps import expected_pairs
-from moescope.routing.figures_experts import NAMED_FROM
+from moescope.routing.expert_maps import expected_pairs, lift_over_chance
+from moescope.routing.figures_experts import NAMED_FROM, coactivation_order
 from moescope.routing.report_views import (
     COACTIVATED,
     CONTEXTS,
@@ -51,6 +51,8 @@ def view_measures(view: View) -> Iterator[Measure]:
     times = load["tokens"] / even.where(even > 0)
     z = float(ndtri(1 - FAMILY_WISE / (2 * max(len(load), 1))))
     frame = pd.DataFrame({"value": times, "chance": 1.0, "beyond": (times - 1).abs() > z * spread})
+    if len(order := clusters(view)):
+        frame["cluster"] = order.reindex(frame.index)
     yield Measure(
         "load",
         "Load per expert",
@@ -80,6 +82,19 @@ def view_measures(view: View) -> Iterator[Measure]:
     yield from coactivation_measure(view)
 
 
+def clusters(view: View) -> pd.Series:
+    """Place of every expert in its layer's co-activation order; empty without co-activation."""
+    pairs = view.tables.get("coactivation")
+    if pairs is None or pairs.empty:
+        return pd.Series(dtype=float)
+    places: dict[tuple[int, int], int] = {}
+    for layer, rows in expected_pairs(pairs).groupby("layer"):
+        over = lift_over_chance(rows)
+        order = coactivation_order(over.to_numpy(float))
+        places |= {(int(layer), int(over.index[expert])): place for place, expert in enumerate(order)}
+    return pd.Series(places, dtype=float)
+
+
 def tokens_by_layer(view: View) -> pd.Series:
     """Return the number of tokens per layer, from the metrics' column, else the number of choices."""
     rows = view.tables["routing_layers"]
@@ -107,7 +122,7 @@ def domain_measures(view: View) -> Iterator[Measure]:
                 "beyond": (frame["low"] > 1) | (frame["high"] < 1),
             }
         yield Measure(
-            f"domain-{domain}",
+            "domain_lift",
             f"Domain lift: {domain}",
             pd.DataFrame(columns),
             "× all text",
@@ -116,6 +131,7 @@ def domain_measures(view: View) -> Iterator[Measure]:
             True,
             (0.25, 4.0),
             view.label,
+            str(domain),
         )
 
 

@@ -30,6 +30,7 @@ ROLES = ("input", "next", "predicted")
 METRIC_TABLE = ["metric", "value", "chance", "collapse", "corrected", "low", "high"]
 DOCUMENTS = 12
 TOKENS_EACH = 300
+LONGEST_WORD = 24  # tokens
 CHOICES = 600_000  # tokens x layers x k that a page may hold
 COLUMNS = ["document", "position", "layer", "token_id", "domain", "phase", "experts", "gates", "entropy"]
 
@@ -238,6 +239,7 @@ class Excerpt:
     domains: dict[int, str]  # document -> domain
     experts: dict[int, np.ndarray]  # layer -> tokens x k, by falling gate
     gates: dict[int, np.ndarray]
+    lengths: dict[int, int]  # document -> its number of tokens in the trace
 
 
 def shown_documents(documents: dict[str, int]) -> list[int]:
@@ -268,6 +270,8 @@ def read_excerpt(view: View) -> Excerpt | None:
     path = view.run.path / "tokens.parquet"
     try:
         frame = pq.read_table(path, columns=COLUMNS, filters=filters).to_pandas()
+        every = [*filters[:2], ("phase", "=", view.phase)]
+        places = pq.read_table(path, columns=["document", "position"], filters=every).to_pandas()
         wrong = wrong_column(pq.read_schema(path), TRACE_TABLES["tokens"])
     except (pa.ArrowException, OSError, ValueError, TypeError) as error:
         wrong = (str(error).splitlines() or [type(error).__name__])[0]
@@ -287,6 +291,10 @@ def read_excerpt(view: View) -> Excerpt | None:
         {int(document): plot_words(str(domain)) for document, domain in domains.items()},
         {layer: padded(rows["experts"], k, -1) for layer, rows in by_layer.items()},
         {layer: padded(rows["gates"], k, np.nan) for layer, rows in by_layer.items()},
+        {
+            int(document): int(last) + 1
+            for document, last in places.groupby("document")["position"].max().items()
+        },
     )
 
 
@@ -311,7 +319,9 @@ def text_payload(excerpt: Excerpt, view: View) -> dict[str, Any]:
     documents = []
     for document, domain in excerpt.domains.items():
         places = np.flatnonzero(excerpt.document == document)
-        span = {"from": int(places[0]), "to": int(places[-1]) + 1}
+        span = {"from": int(places[0]), "to": int(places[-1]) + 1, "tokens": excerpt.lengths[document]}
+        if span["tokens"] > len(places):
+            span["to"] = word_end(excerpt.words, span["from"], span["to"])
         documents.append({"number": document, "domain": domain, **span})
     return {
         "words": excerpt.words,
@@ -328,6 +338,15 @@ def text_payload(excerpt: Excerpt, view: View) -> dict[str, Any]:
             for layer, experts in sorted(excerpt.experts.items())
         ],
     }
+
+
+def word_end(words: list[str], start: int, stop: int) -> int:
+    """Return where to cut a text at `stop` or a few tokens before it, so that no word is cut in two.
+
+    A word begins with a token that begins with white space; without one nearby, cut at `stop`.
+    """
+    near = range(stop - 1, max(start, stop - LONGEST_WORD), -1)
+    return next((place for place in near if words[place][:1].isspace()), stop)
 
 
 def agreement(excerpt: Excerpt, layer: int) -> float | None:

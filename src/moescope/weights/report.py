@@ -206,7 +206,7 @@ def layer_table(view: View) -> Payload:
             if order := facts["other_order"]:
                 cells["p_value"] = order["p"]
         rows.append([layer, *(cells[name] for name, _, _ in heads[1:])])
-    return plain_table("layers_at_a_glance", "Layers at a glance", heads, rows, "layer-")
+    return plain_table("layers_at_a_glance", "Layers at a glance", heads, rows)
 
 
 def first_cosines(tables: Tables) -> pd.DataFrame:

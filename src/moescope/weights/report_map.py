@@ -11,7 +11,12 @@ from moescope.plotting.style import number
 from moescope.reporting.pack import plain
 from moescope.run import Run
 from moescope.verb import LayerCards, Measure, Payload, Strip, Tables
-from moescope.weights.figures_redundancy import closest_by_chance, d_model_by_layer
+from moescope.weights.figures_redundancy import (
+    closest_by_chance,
+    cosine_matrix,
+    d_model_by_layer,
+    similarity_order,
+)
 from moescope.weights.report_findings import View, views
 
 NEAREST = 3
@@ -96,6 +101,9 @@ def redundancy(view: View) -> Measure:
             closest.rename(columns={"cosine": "value"}),
             "value",
             chance=closest["layer"].map(chance),
+            cluster=clusters(view.tables["similarity"])
+            .reindex(pd.MultiIndex.from_frame(closest[["layer", "expert"]]))
+            .to_numpy(),
             beyond=closest["cosine"] > closest["layer"].map(every),
         ),
         "|cos|",
@@ -104,6 +112,16 @@ def redundancy(view: View) -> Measure:
         limits=(0.0, 1.0),
         view=view.label,
     )
+
+
+def clusters(pairs: pd.DataFrame) -> pd.Series:
+    """Place of every expert in its layer's order by similarity."""
+    places: dict[tuple[int, int], int] = {}
+    for layer, rows in pairs.groupby("layer"):
+        matrix, experts = cosine_matrix(rows)
+        order = similarity_order(matrix)
+        places |= {(int(layer), int(experts[expert])): place for place, expert in enumerate(order)}
+    return pd.Series(places, dtype=float)
 
 
 def strips(run: Run) -> list[Strip]:

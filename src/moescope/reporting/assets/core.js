@@ -78,17 +78,38 @@ M.number = (value, digits = 3) => {
   const root = document.documentElement;
   const preferred = window.matchMedia("(prefers-color-scheme: dark)");
   const listeners = [];
-  const apply = (dark) => {
-    root.dataset.theme = dark ? "dark" : "light";
+  let chosen = preferred.matches ? "dark" : "light";
+  const apply = (theme) => {
+    if (root.dataset.theme === theme) return;
+    root.dataset.theme = theme;
     listeners.forEach((listener) => listener());
   };
-  root.dataset.theme = preferred.matches ? "dark" : "light";
-  preferred.addEventListener("change", (event) => apply(event.matches));
+  const choose = (theme) => { chosen = theme; apply(theme); };
+  choose(chosen);
+  preferred.addEventListener("change", (event) => choose(event.matches ? "dark" : "light"));
   M.theme = {
-    toggle: () => apply(root.dataset.theme !== "dark"),
+    toggle: () => choose(chosen === "dark" ? "light" : "dark"),
+    lend: (theme) => apply(theme ?? chosen), // for a while, as for print; null gives it back
     dark: () => root.dataset.theme === "dark",
     changed: (listener) => listeners.push(listener),
     color: (name) => getComputedStyle(root).getPropertyValue(name).trim(),
+  };
+})();
+
+// ---- colours: a scale is a list of [place from 0 to 1, "#rrggbb" or "rgb(r, g, b)"]
+(() => {
+  const parse = (color) => (color[0] === "#" ? [1, 3, 5].map((at) => parseInt(color.slice(at, at + 2), 16)) : color.match(/[\d.]+/g).slice(0, 3).map(Number));
+  M.blend = (scale, at) => {
+    const place = Math.min(Math.max(at, 0), 1);
+    const next = Math.max(1, scale.findIndex(([end]) => end >= place));
+    const [[low, a], [high, b]] = [scale[next - 1], scale[next]];
+    const part = (place - low) / (high - low || 1);
+    return parse(a).map((value, i) => Math.round(value + part * (parse(b)[i] - value)));
+  };
+  // black or white, whichever contrasts more (WCAG 2): at least 4.58 on any colour
+  M.inkOn = (rgb) => {
+    const [r, g, b] = rgb.map((value) => (value / 255 <= 0.03928 ? value / 255 / 12.92 : ((value / 255 + 0.055) / 1.055) ** 2.4));
+    return 0.2126 * r + 0.7152 * g + 0.0722 * b > 0.179 ? "#000" : "#fff";
   };
 })();
 

@@ -8,7 +8,8 @@ M.experts = (() => {
   // ---- blocks
   function bars({ title, rows, middle }) {
     const top = Math.max(...rows.map((row) => row[3] ?? row[1] ?? 0), middle ?? 0, 1e-12);
-    const lines = rows.map(([name, value, low, high]) => make("div", { class: "bar-row" }, word(String(name)),
+    const domain = M.selected.domain();
+    const lines = rows.map(([name, value, low, high]) => make("div", { class: "bar-row" + (name === domain ? " here" : ""), "data-name": name }, word(String(name)),
       make("span", { class: "bar" }, make("i", { style: `width:${(100 * value) / top}%` }),
         low !== undefined && low !== null ? make("u", { class: "interval", style: `left:${(100 * low) / top}%;width:${(100 * (high - low)) / top}%` }) : null,
         middle ? make("u", { class: "chance", style: `left:${(100 * middle) / top}%` }) : null),
@@ -23,8 +24,12 @@ M.experts = (() => {
     const chips = rows.flatMap(([token, count, lift]) => [word(oneLine(token).replaceAll(" ", "␣"), { class: "chip", title: `${count} times, ${M.number(lift)} × chance` }), " "]);
     return make("div", { class: "block" }, make("h4", {}, title), make("p", { class: "chips" }, ...chips));
   }
+  // contexts of the selected domain, where the expert has any
   function contexts({ title, rows }) {
-    const lines = rows.map(([before, token, after, gate, document_, position, domain]) =>
+    const domain = M.selected.domain();
+    const mine = domain === null ? rows : rows.filter((row) => row[6] === domain);
+    if (!mine.length) return make("div", { class: "block" }, make("h4", {}, title), make("p", { class: "soft" }, `None of the ${rows.length} recorded is of ${domain}.`));
+    const lines = mine.map(([before, token, after, gate, document_, position, domain]) =>
       make("p", { class: "context", title: `document ${document_}${domain === "text" ? "" : ", " + domain}, token ${position}` }, "… ", word(oneLine(before)), make("mark", {}, word(oneLine(token))), word(oneLine(after)), " …", make("span", { class: "gate" }, ` gate ${M.number(gate)}`)));
     return make("div", { class: "block" }, make("h4", {}, title), ...lines);
   }
@@ -52,7 +57,9 @@ M.experts = (() => {
   // ---- numbers: this expert's value of every measure, with chance and rank
   function numbers(layer, expert) {
     const groups = new Map();
+    const domain = M.selected.domain();
     for (const measure of M.map.candidates()) {
+      if (measure.domain && measure.domain !== domain) continue; // the bars show all domains
       const row = measure.layers.indexOf(layer);
       const value = measure.value[row]?.[expert];
       if (value === undefined || value === null) continue;
@@ -88,46 +95,69 @@ M.experts = (() => {
     return parts;
   }
 
-  // ---- the drawer
+  // ---- one expert, and beside it the pinned one
+  const exists = (layer, expert) => M.data.layers.includes(layer) && expert < M.map.experts(layer);
+  function pinned() {
+    const [, layer, expert] = /^(\d+)\.(\d+)$/.exec(M.state.get().pinned ?? "") ?? [];
+    return layer !== undefined && exists(Number(layer), Number(expert)) ? { layer: Number(layer), expert: Number(expert) } : null;
+  }
+  const button = (words, changes, label) => make("a", { class: "button", href: M.state.link(changes), "aria-label": label }, words);
+  function step(layer, expert, change, words, label) {
+    const inside = expert + change >= 0 && expert + change < M.map.experts(layer);
+    return inside ? button(words, { layer, expert: expert + change }, label) : make("span", { class: "button off", "aria-hidden": "true" }, words);
+  }
+  async function column(layer, expert, ...more) {
+    return make("div", { class: "expert-column" }, make("div", { class: "drawer-head" }, make("h2", {}, `L${layer} · E${expert}`), ...more), ...(await content(layer, expert)));
+  }
+  // The expert's column and, after it, that of the pinned one; never the same expert twice.
+  async function columns(layer, expert, ...more) {
+    const beside = pinned();
+    const same = beside && beside.layer === layer && beside.expert === expert;
+    const own = await column(layer, expert, step(layer, expert, -1, "‹", "Previous expert"), step(layer, expert, 1, "›", "Next expert"),
+      same ? button("Unpin", { pinned: null }) : button("Pin", { pinned: `${layer}.${expert}` }), ...more);
+    own.querySelector(".drawer-head").title = same ? "Pinned: open another expert to see both" : "";
+    return beside && !same ? [own, await column(beside.layer, beside.expert, make("span", { class: "soft" }, "pinned"), button("Unpin", { pinned: null }))] : [own];
+  }
+
+  // ---- the drawer lies over the page: nothing moves when it opens
   let newest = 0;
+  let earlier; // the layer that was selected before the drawer selected one
+  const closed = () => ({ expert: null, layer: earlier ?? null });
   async function show() {
     const { layer, expert, tab } = M.state.get();
     const mine = ++newest;
     await M.map.ready;
     if (mine !== newest) return;
-    const exists = M.data.layers.includes(layer) && expert < M.map.experts();
-    const open = exists && tab !== "experts";
-    if (!open) { drawer.hidden = true; drawer.replaceChildren(); document.body.classList.remove("with-drawer"); return; }
-    const parts = await content(layer, expert);
+    if (tab === "experts" || !exists(layer, expert)) { drawer.hidden = true; drawer.replaceChildren(); return; }
+    const parts = await columns(layer, expert, button("Page", { tab: "experts" }, "Expert page"), button("×", closed(), "Close"));
     if (mine !== newest) return;
-    const step = (change) => M.make("a", { class: "button", href: M.state.link({ expert: Math.max(0, expert + change) }), "aria-label": change < 0 ? "Previous expert" : "Next expert" }, change < 0 ? "‹" : "›");
-    drawer.replaceChildren(make("div", { class: "drawer-head" }, make("h2", {}, `L${layer} · E${expert}`), step(-1), step(1),
-      make("a", { class: "button", href: M.state.link({ tab: "experts" }) }, "Expert page"),
-      make("a", { class: "button", href: M.state.link({ expert: null }), "aria-label": "Close" }, "×")), ...parts);
+    drawer.classList.toggle("two", parts.length > 1);
+    drawer.replaceChildren(...parts);
     drawer.hidden = false;
-    document.body.classList.add("with-drawer");
   }
-  M.state.onChange(show);
-  document.addEventListener("keydown", (event) => { if (event.key === "Escape" && !drawer.hidden) M.state.set({ expert: null }); });
+  M.state.onChange((state, before) => {
+    if (state.expert === undefined) earlier = undefined;
+    else if (before.expert === undefined) earlier = before.layer;
+    else if (state.expert === before.expert && state.layer !== before.layer) earlier = state.layer;
+    show();
+  });
+  document.addEventListener("keydown", (event) => { if (event.key === "Escape" && !drawer.hidden && !event.defaultPrevented) M.state.set(closed()); });
 
   // ---- the tab: one expert, or two side by side
   async function page(container) {
+    let latest = 0;
     const draw = async () => {
       const state = M.state.get();
       if (state.tab !== "experts") return;
+      const mine = ++latest;
       await M.map.ready;
-      const measure = M.map.candidates()[0];
-      const layer = measure?.layers.includes(state.layer) ? state.layer : measure?.layers[0];
-      const expert = Math.min(state.expert ?? 0, (measure?.experts ?? 1) - 1);
-      const column = async (index, key) => {
-        const input = make("input", { type: "number", min: 0, max: (measure?.experts ?? 1) - 1, value: index, "aria-label": "Expert" });
-        input.addEventListener("change", () => M.state.set({ layer, [key]: Number(input.value) }));
-        return make("div", { class: "expert-column" }, make("div", { class: "drawer-head" }, make("h2", {}, `L${layer} · E${index}`), input,
-          key === "expert" ? make("a", { class: "button", href: M.state.link({ pinned: index }) }, "Pin to compare") : make("a", { class: "button", href: M.state.link({ pinned: null }) }, "Unpin")), ...(await content(layer, index)));
-      };
-      const columns = [await column(expert, "expert")];
-      if (state.pinned !== undefined) columns.push(await column(state.pinned, "pinned"));
-      container.replaceChildren(make("div", { class: "expert-columns" }, ...columns));
+      const layer = M.selected.layer(M.map.candidates()[0]?.layers ?? M.data.layers);
+      const last = M.map.experts(layer) - 1;
+      const expert = Math.min(state.expert ?? 0, last);
+      const input = make("input", { type: "number", min: 0, max: last, value: expert, "aria-label": "Expert" });
+      input.addEventListener("change", () => M.state.set({ layer, expert: Math.min(Math.max(Math.round(Number(input.value)) || 0, 0), last) }));
+      const parts = await columns(layer, expert, input);
+      if (mine === latest) container.replaceChildren(make("div", { class: "expert-columns" }, ...parts));
     };
     M.state.onChange(draw);
     return draw();

@@ -2,6 +2,7 @@
 M.figures = (() => {
   const { make } = M;
   const drawn = new Set();
+  const pending = new Set(); // promises of figures that are being drawn
   const MIDPOINT = { light: "#F7F7F7", dark: "#2b3138" };
   const WIDTHS = [["single column, 85 mm", 85], ["double column, 175 mm", 175]];
   const PER_MM = 96 / 25.4; // CSS pixels per millimetre
@@ -40,31 +41,57 @@ M.figures = (() => {
     }
   }
 
-  // ---- the selected layer: an axis called "layer" gets a mark, lines of other layers fade
+  // Digits on the cells of a heatmap are black or white, whichever is easier to read there.
+  function readable(plot) {
+    for (const text of plot.querySelectorAll(".heatmap-label text")) {
+      const { trace } = text.closest(".hm").__data__[0];
+      text.style.fill = M.inkOn(M.blend(trace.colorscale, (text.__data__.z - trace.zmin) / (trace.zmax - trace.zmin || 1)));
+    }
+  }
+
+  // ---- the selected layer and domain: an axis of them gets a mark, lines of others fade, a slider of layers moves
   const axisTitle = (layout, axis) => (layout[axis]?.title?.text ?? "").toLowerCase();
-  function layerMark(plot, layer) {
-    const shapes = (plot.layout.shapes ?? []).filter((shape) => shape.name !== "selected layer");
-    if (layer === undefined) return shapes;
-    for (const axis of ["xaxis", "yaxis"]) {
-      if (axisTitle(plot.layout, axis) !== "layer") continue;
-      const categories = plot._fullLayout[axis]._categories;
-      const at = categories?.length ? categories.indexOf(String(layer)) : layer;
-      if (at < 0) continue;
-      const along = axis === "xaxis" ? { x0: at - 0.5, x1: at + 0.5, y0: 0, y1: 1, yref: "paper" } : { y0: at - 0.5, y1: at + 0.5, x0: 0, x1: 1, xref: "paper" };
-      shapes.push({ type: "rect", name: "selected layer", line: { color: M.theme.color("--accent"), width: 1.5 }, ...along });
+  const layerOf = (trace) => trace.meta?.layer ?? (/^layer \d+$/.test(trace.name ?? "") ? Number(trace.name.slice(6)) : undefined);
+  const domainOf = (trace) => M.data.domains.find((domain) => trace.name === domain || trace.name?.startsWith(domain + ", "));
+  // where a value stands on an axis: its category, its tick, or itself
+  function placeOn(plot, axis, value) {
+    const { _categories: categories } = plot._fullLayout[axis];
+    if (categories?.length) return categories.indexOf(String(value));
+    const { ticktext, tickvals } = plot.layout[axis];
+    const tick = ticktext ? Array.from(ticktext, String).indexOf(String(value)) : -1;
+    return tick >= 0 ? Number(tickvals[tick]) : Number(value);
+  }
+  function marks(plot, selected) {
+    const shapes = (plot.layout.shapes ?? []).filter((shape) => !shape.name?.startsWith("selected "));
+    for (const axis of axesOf(plot.layout)) {
+      const value = selected[axisTitle(plot.layout, axis)];
+      if (value === undefined || value === null) continue;
+      const at = placeOn(plot, axis, value);
+      if (!(at >= 0)) continue;
+      const [mine, other] = axis[0] === "x" ? ["x", "y"] : ["y", "x"];
+      shapes.push({ type: "rect", name: `selected ${axisTitle(plot.layout, axis)}`, line: { color: M.theme.color("--accent"), width: 1.5 },
+        [`${mine}0`]: at - 0.5, [`${mine}1`]: at + 0.5, [`${mine}ref`]: axis.replace("axis", ""), [`${other}0`]: 0, [`${other}1`]: 1, [`${other}ref`]: "paper" });
     }
     return shapes;
   }
-  function follow(plot) {
-    const { layer, expert } = M.state.get();
-    const Plotly = window.Plotly;
-    const lines = plot.data.map((trace) => trace.meta?.layer);
-    if (lines.some((value) => value !== undefined)) {
-      const known = layer !== undefined && lines.includes(layer);
-      Plotly.restyle(plot, { opacity: lines.map((value) => (!known || value === undefined || value === layer ? 1 : 0.18)) });
+  // how strongly each trace is drawn: one of another layer or domain than the selected is faint
+  function strengths(plot, selected) {
+    const faint = plot.data.map(() => false);
+    for (const [value, of] of [[selected.layer, layerOf], [selected.domain, domainOf]]) {
+      const values = plot.data.map(of);
+      if (value !== null && value !== undefined && values.includes(value)) values.forEach((own, i) => { if (own !== undefined && own !== value) faint[i] = true; });
     }
-    Plotly.relayout(plot, { shapes: layerMark(plot, layer) });
-    plot.slide?.(layer, expert);
+    return faint.map((is) => (is ? 0.18 : 1));
+  }
+  function follow(plot) {
+    const selected = { layer: M.state.get().layer, domain: M.selected.domain() };
+    plot.full ??= plot.data.map((trace) => trace.opacity ?? 1);
+    const opacity = strengths(plot, selected).map((value, i) => value * plot.full[i]);
+    if (opacity.some((value, i) => value !== (plot.data[i].opacity ?? 1))) window.Plotly.restyle(plot, { opacity });
+    const before = plot.layout.shapes ?? [];
+    const shapes = marks(plot, selected);
+    if (shapes.length || before.length) window.Plotly.relayout(plot, { shapes });
+    plot.slide?.();
   }
   // A click on a point sets the layer and expert that its axes name.
   function clicked(plot, event) {
@@ -74,7 +101,7 @@ M.figures = (() => {
       const name = axisTitle(plot.layout, axis);
       if ((name === "layer" || name === "expert") && Number.isInteger(Number(value))) changes[name] = Number(value);
     }
-    if (point.data.meta?.layer !== undefined) changes.layer = point.data.meta.layer;
+    if (layerOf(point.data) !== undefined) changes.layer = layerOf(point.data);
     if (Object.keys(changes).length) M.state.set(changes);
   }
 
@@ -97,6 +124,8 @@ M.figures = (() => {
     div.classList.add("drawn");
     drawn.add(div);
     div.on("plotly_click", (event) => clicked(div, event));
+    div.on("plotly_afterplot", () => readable(div));
+    readable(div);
     follow(div);
   }
 
@@ -161,14 +190,20 @@ M.figures = (() => {
       definitions(box, figure);
     });
     const frame = make("figure", { "data-name": figure.name }, make("div", { class: "figure-head" }, make("h4", {}, figure.title), ask, menu(figure, div)), caption, box);
-    if (figure.slider) frame.append(slider(figure, div, caption));
+    if (figure.slider) {
+      if (figure.slider.label === "layer") figure.slider.start = layerPlace(figure.slider.values);
+      if (figure.slider.captions.length) caption.textContent = figure.slider.captions[figure.slider.start];
+      frame.append(slider(figure, div, caption));
+      figure.data.forEach((trace, index) => { trace.visible = visibleTraces(figure, figure.slider.start)[index]; });
+    }
     frame.append(div);
-    if (figure.slider) figure.data.forEach((trace, index) => { trace.visible = visibleTraces(figure, figure.slider.start)[index]; });
-    requestAnimationFrame(() => draw(figure, div));
+    const drawing = new Promise(requestAnimationFrame).then(() => draw(figure, div)).finally(() => pending.delete(drawing));
+    pending.add(drawing);
     return frame;
   }
 
-  // A slider over layers is the page's selected layer; others are the figure's own.
+  // A slider over layers is the page's selected layer, else the first; others are the figure's own.
+  const layerPlace = (values) => values.indexOf(String(M.selected.layer(values.map(Number))));
   function slider(figure, div, caption) {
     const { label, values, start, orders, captions } = figure.slider;
     let position = start;
@@ -187,7 +222,7 @@ M.figures = (() => {
       if (div.classList.contains("drawn")) window.Plotly.update(div, { visible: visibleTraces(figure, to) }, orders.length ? order() : {});
     }
     if (label === "layer") {
-      div.slide = (layer) => { const at = values.indexOf(String(layer)); if (at >= 0 && at !== position) move(at); };
+      div.slide = () => { if (layerPlace(values) !== position) move(layerPlace(values)); };
       range.addEventListener("input", () => { move(Number(range.value)); M.state.replace({ layer: Number(values[position]) }); });
     } else range.addEventListener("input", () => move(Number(range.value)));
     similar.addEventListener("change", () => window.Plotly.relayout(div, order()));
@@ -201,10 +236,13 @@ M.figures = (() => {
   document.addEventListener("click", (event) => closeMenus(event.target.closest("details.menu")));
   document.addEventListener("keydown", (event) => { if (event.key === "Escape") closeMenus(null); });
   const live = () => [...drawn].filter((div) => div.isConnected);
-  M.state.onChange((state, before) => { if (state.layer !== before.layer || state.expert !== before.expert) live().forEach(follow); });
+  M.state.onChange((state, before) => { if (["layer", "domain"].some((key) => state[key] !== before[key])) live().forEach(follow); });
   M.theme.changed(() => live().forEach((div) => {
     themedTraces(div.data);
     window.Plotly.update(div, {}, themed(div.layout));
+    follow(div);
   }));
-  return { element };
+  // give every figure the width of its place: in print that is the paper's
+  const fit = () => live().filter((div) => div.offsetParent).forEach((div) => window.Plotly.relayout(div, { autosize: true }));
+  return { element, fit, ready: () => Promise.all(pending) };
 })();

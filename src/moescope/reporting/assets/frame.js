@@ -5,46 +5,57 @@
   const main = document.getElementById("main");
   const filled = (tab) => ["overview", "methods"].includes(tab.name) || tab.sections.length > 0 || (tab.name === "experts" && layers.length > 0);
 
-  // ---- header
-  const select = (label, key, options, none) => {
-    const element = make("select", { "aria-label": label, "data-state": key, onchange: () => M.state.set({ [key]: element.value === "" ? null : element.value }) });
+  // ---- header: every select shows a value of the state and changes it
+  const shown = [];
+  function select(label, key, options, { none, read = (state) => state[key], write = (value) => ({ [key]: value }) } = {}) {
+    const element = make("select", { "aria-label": label, "data-state": key, onchange: () => M.state.set(write(element.value === "" ? null : element.value)) });
     if (none !== undefined) element.append(make("option", { value: "" }, none));
     element.append(...options.map(([value, words]) => make("option", { value }, words)));
-    return make("label", {}, label, element);
-  };
-
+    const box = make("label", {}, label, element);
+    shown.push((state) => {
+      element.value = read(state) ?? "";
+      box.classList.toggle("on", none !== undefined && element.value !== "");
+    });
+    return box;
+  }
+  // A view such as "step 100, decode" is two choices: step and phase.
+  function viewSelects({ verb, label, views: names }) {
+    const parts = names.map((name) => name.split(", "));
+    const kind = (word) => (/^step \d+$/.test(word) ? "Step" : /^(prefill|decode)$/.test(word) ? "Phase" : null);
+    const kinds = parts[0].map(kind);
+    if (kinds.includes(null) || parts.some((words) => words.length !== kinds.length || words.some((word, place) => kind(word) !== kinds[place])))
+      return [select(label, verb, names.map((name) => [name, name]), { read: () => M.selected.view(verb) })];
+    const now = () => M.selected.view(verb).split(", ");
+    return kinds.map((words, place) => {
+      const values = [...new Set(parts.map((part) => part[place]))];
+      const write = (value) => {
+        const wanted = now().map((part, index) => (index === place ? value : part)).join(", ");
+        return { [verb]: names.includes(wanted) ? wanted : names.find((name) => name.split(", ")[place] === value) };
+      };
+      return select(words, words.toLowerCase(), values.map((value) => [value, value.replace(/^step /, "")]), { read: () => now()[place], write });
+    });
+  }
   function header() {
-    const top = document.getElementById("top");
     const controls = [];
     const alike = M.selected.alike.map((index) => [index, roots[index]]);
-    if (alike.length > 1) controls.push(select("Run", "run", alike), select("vs", "vs", [["none", "none"], ...alike]));
-    for (const selector of views) controls.push(select(selector.label, selector.verb, selector.views.map((name) => [name, name])));
-    if (layers.length) controls.push(select("Layer", "layer", layers.map((layer) => [layer, layer]), "all"));
-    const search = make("input", { type: "search", placeholder: "L2 E5, token, figure", "aria-label": "Search", list: "found" });
-    const results = make("ul", { class: "results", hidden: true });
-    search.addEventListener("input", () => M.search(search.value, results));
-    search.addEventListener("keydown", (event) => { if (event.key === "Enter") results.querySelector("a")?.click(); if (event.key === "Escape") results.hidden = true; });
-    document.addEventListener("click", (event) => { if (!results.contains(event.target) && event.target !== search) results.hidden = true; });
-    results.addEventListener("click", () => { results.hidden = true; });
-    const copy = make("button", { type: "button", onclick: () => M.copy(location.href, copy) }, "Copy link");
-    const theme = make("button", { type: "button", id: "theme", title: "Light or dark", "aria-label": "Switch between light and dark", onclick: M.theme.toggle }, "◐");
-    top.append(make("a", { class: "brand", href: "#/overview" }, "moescope"), make("strong", { class: "model" }, M.data.title), make("span", { class: "soft" }, M.data.shape),
-      make("span", { class: "space" }), ...controls, make("span", { class: "search" }, search, results), copy, theme);
+    if (alike.length > 1) controls.push(select("Run", "run", alike, { read: () => M.selected.root("run") }), select("vs", "vs", [["none", "none"], ...alike], { read: () => M.selected.root("vs") ?? "none" }));
+    for (const selector of views) controls.push(...viewSelects(selector));
+    if (M.data.domains.length > 1) controls.push(select("Domain", "domain", M.data.domains.map((domain) => [domain, domain]), { none: "all", read: M.selected.domain }));
+    if (layers.length) controls.push(select("Layer", "layer", layers.map((layer) => [layer, layer]), { none: "all" }));
+    document.getElementById("top").append(make("a", { class: "brand", href: "#/overview" }, "moescope"), make("strong", { class: "model" }, M.data.title), make("span", { class: "soft" }, M.data.shape),
+      make("span", { class: "space" }), ...controls, M.search());
   }
-  function showSelections(state) {
-    for (const element of document.querySelectorAll("#top select[data-state]")) {
-      const key = element.dataset.state;
-      const value = key === "run" ? M.selected.root("run") : key === "vs" ? M.selected.root("vs") ?? "none" : views.some((entry) => entry.verb === key) ? M.selected.view(key) : state[key];
-      element.value = value ?? "";
-    }
-  }
+  const showSelections = (state) => shown.forEach((show) => show(state));
 
   // ---- tabs
   const panels = new Map();
   function tabBar() {
     const bar = document.getElementById("tabs");
     const menu = make("select", { "aria-label": "Tab", onchange: () => M.state.set({ tab: menu.value }) }, ...tabs.map((tab) => make("option", { value: tab.name }, tab.title)));
-    bar.append(menu, ...tabs.map((tab) => make("a", { "data-tab": tab.name, class: filled(tab) ? null : "empty" }, tab.title)));
+    const copy = make("button", { type: "button", onclick: () => M.copy(location.href, copy) }, "Copy link");
+    const print = make("button", { type: "button", id: "print", title: "Print the overview and this tab", onclick: M.print }, "Print");
+    const theme = make("button", { type: "button", id: "theme", title: "Light or dark", "aria-label": "Switch between light and dark", onclick: M.theme.toggle }, "◐");
+    bar.append(menu, ...tabs.map((tab) => make("a", { "data-tab": tab.name, class: filled(tab) ? null : "empty" }, tab.title)), make("span", { class: "tools" }, copy, print, theme));
   }
   function empty(tab) {
     return make("div", { class: "empty-tab" }, make("h2", {}, `${tab.title}: no data in this report`), make("p", {}, "This command fills it:"), make("pre", { class: "command" }, tab.command));
@@ -56,48 +67,62 @@
     if (!filled(tab)) return panel.append(empty(tab));
     panel.append(...tab.sections.map((entry) => M.sections.element(entry)));
   }
-  async function show(state) {
+  // The panel of a tab, built when it is first needed; the overview stands first, for print.
+  function panelOf(tab) {
+    let panel = panels.get(tab.name);
+    if (panel) return panel;
+    panel = make("div", { class: "panel", id: `tab-${tab.name}`, hidden: true });
+    panels.set(tab.name, panel);
+    if (tab.name === "overview") main.prepend(panel); else main.append(panel);
+    panel.ready = build(tab, panel);
+    return panel;
+  }
+  async function show(state, before) {
     const tab = tabs.find((entry) => entry.name === state.tab);
     for (const link of document.querySelectorAll("#tabs a")) {
-      link.href = M.state.link({ tab: link.dataset.tab, figure: null, term: null });
+      link.href = M.state.link({ tab: link.dataset.tab, figure: null, section: null, term: null });
       if (link.dataset.tab === tab.name) link.setAttribute("aria-current", "page"); else link.removeAttribute("aria-current");
     }
     document.querySelector("#tabs select").value = tab.name;
-    let panel = panels.get(tab.name);
-    const fresh = !panel;
-    if (fresh) { panel = make("div", { class: "panel", id: `tab-${tab.name}` }); panels.set(tab.name, panel); main.append(panel); }
+    const panel = panelOf(tab);
     for (const other of panels.values()) other.hidden = other !== panel;
-    if (fresh) await build(tab, panel);
+    await panel.ready;
     M.sections.show(panel.below ?? panel);
     M.map.refresh();
-    if (state.figure) panel.querySelector(`[data-figure="${CSS.escape(state.figure)}"]`)?.scrollIntoView({ block: "center" });
+    const moved = ["tab", "figure", "section"].some((key) => state[key] !== before?.[key]);
+    if (moved && (state.figure || state.section)) await M.sections.reveal(panel, state);
   }
 
-  // ---- search: experts by number, tokens of experts, figures by title
-  M.search = async (text, results) => {
-    const wanted = text.trim().toLowerCase();
-    const found = [];
-    const numbers = wanted.match(/^l?\s*(\d+)\D+(\d+)$/) ?? wanted.match(/^e(?:xpert)?\s*(\d+)$/);
-    const known = (place) => layers.includes(place.layer) && place.expert < M.map.experts();
-    if (numbers) found.push([numbers.length > 2 ? `Layer ${numbers[1]}, expert ${numbers[2]}` : `Expert ${numbers[1]}`, numbers.length > 2 ? { layer: Number(numbers[1]), expert: Number(numbers[2]) } : { layer: M.state.get().layer ?? layers[0], expert: Number(numbers[1]) }]);
-    if (found.length && !known(found[0][1])) found.pop();
-    if (wanted.length > 0) {
-      for (const tab of tabs) for (const section of tab.sections) {
-        if (M.selected.matches(section) && section.title?.toLowerCase().includes(wanted)) found.push([`${tab.title}: ${section.title}`, { tab: tab.name }]);
-        for (const figure of section.figures ?? []) if (M.selected.matches(section) && figure.name.replaceAll("_", " ").includes(wanted)) found.push([`${tab.title}: ${figure.name.replaceAll("_", " ")}`, { tab: tab.name, figure: figure.name }]);
-      }
-      for (const entry of M.data.experts.filter((place) => M.selected.matches(place))) {
-        if (found.length > 12) break;
-        const cards = await M.payload(entry.payload);
-        for (const [expert, blocks] of Object.entries(cards)) {
-          const token = blocks.find((block) => block.kind === "tokens" && block.rows.some(([word]) => word.toLowerCase().trim() === wanted));
-          if (token) found.push([`“${wanted}”: layer ${entry.layer}, expert ${expert} (${token.title.toLowerCase()})`, { layer: entry.layer, expert: Number(expert) }]);
-        }
-      }
-    }
-    results.hidden = wanted === "";
-    results.replaceChildren(...(found.length ? found.slice(0, 12).map(([words, place]) => make("li", {}, make("a", { href: M.state.link(place) }, words))) : [make("li", {}, "Nothing found")]));
+  // ---- print: the overview and the open tab, on white, everything drawn at the width of the paper
+  function beforePrint() {
+    const overview_ = panels.get("overview");
+    if (!overview_ || document.body.classList.contains("printing")) return;
+    document.body.classList.add("printing");
+    overview_.hidden = false;
+    M.theme.lend("light");
+    M.map.refresh();
+    M.figures.fit();
+    M.sections.fillVisible(main); // what was never scrolled to; the button waits for it, the browser's own menu may not
+  }
+  function afterPrint() {
+    if (!document.body.classList.contains("printing")) return;
+    document.body.classList.remove("printing");
+    for (const [name, panel] of panels) panel.hidden = name !== M.state.get().tab;
+    M.theme.lend(null);
+    M.map.refresh();
+    M.figures.fit();
+  }
+  M.print = async () => {
+    await panelOf(tabs[0]).ready;
+    beforePrint();
+    M.sections.show(panels.get("overview").below);
+    await M.sections.fillVisible(main);
+    await M.figures.ready();
+    M.figures.fit();
+    window.print();
   };
+  window.addEventListener("beforeprint", beforePrint);
+  window.addEventListener("afterprint", afterPrint);
 
   header();
   tabBar();
@@ -106,9 +131,10 @@
       for (const name of [...panels.keys()].filter((tab) => !["overview", "methods", "experts"].includes(tab))) { panels.get(name).remove(); panels.delete(name); }
     }
     showSelections(state);
-    show(state);
+    show(state, before);
   });
   showSelections(M.state.get());
-  show(M.state.get()).then(() => M.experts.show());
-  window.addEventListener("beforeprint", () => M.sections.fillVisible(main));
+  show(M.state.get()).then(() => M.experts.show()).then(() => panelOf(tabs[0]));
+  const head = document.getElementById("head");
+  new ResizeObserver(() => document.documentElement.style.setProperty("--head", head.offsetHeight + "px")).observe(head);
 })();

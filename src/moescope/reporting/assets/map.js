@@ -14,13 +14,14 @@ M.map = (() => {
   function chosen() {
     const all = candidates();
     const wanted = M.state.get().colour;
-    return all.find((measure) => measure.name === wanted) ?? all.find(other) ?? all[0] ?? null;
+    const domain = M.selected.domain();
+    return all.find((measure) => measure.name === wanted && (!measure.domain || measure.domain === domain)) ?? all.find((measure) => !measure.domain && other(measure)) ?? all[0] ?? null;
   }
   // the same measure of the run to compare with
   function other(measure) {
     const run = M.selected.run(measure.verb, "vs");
     if (run === null || run === measure.run) return null;
-    const same = data.measures.filter((item) => item.run === run && item.name === measure.name);
+    const same = data.measures.filter((item) => item.run === run && item.name === measure.name && item.domain === measure.domain);
     return same.find((item) => item.view === measure.view) ?? same.at(-1) ?? null;
   }
   function difference(measure, baseline) {
@@ -42,24 +43,29 @@ M.map = (() => {
   }
 
   // ---- colours
-  const parse = (hex) => [1, 3, 5].map((at) => parseInt(hex.slice(at, at + 2), 16));
-  function blend(stops, at) {
-    const place = Math.min(Math.max(at, 0), 1) * (stops.length - 1);
-    const low = Math.min(Math.floor(place), stops.length - 2);
-    const [a, b] = [parse(stops[low]), parse(stops[low + 1])];
-    return `rgb(${a.map((part, i) => Math.round(part + (place - low) * (b[i] - part))).join(",")})`;
-  }
   function scaleOf(measure) {
     const values = measure.value.flat().filter((cell) => cell !== null);
     const [low, high] = measure.limits ?? [Math.min(...values), Math.max(...values)];
     const f = measure.logarithmic ? (x) => Math.log2(Math.max(x, 1e-9)) : (x) => x;
     const stops = measure.middle === null ? SEQUENTIAL : M.theme.dark() ? DIVERGING.dark : DIVERGING.light;
-    return { low, high, stops, color: (value) => blend(stops, (f(value) - f(low)) / (f(high) - f(low) || 1)) };
+    const scale = stops.map((color, i) => [i / (stops.length - 1), color]);
+    return { low, high, stops, color: (value) => `rgb(${M.blend(scale, (f(value) - f(low)) / (f(high) - f(low) || 1))})` };
   }
+  // ---- the order of a layer's experts: by number, by a measure, or by an order that puts related experts side by side
+  const SORTS = { number: "by number", value: "by value", load: "by load", cluster: "by cluster" };
+  // the measure that an order comes from; a scan's clusters for a scan's measure
+  function source(kind, measure) {
+    if (kind === "value") return measure;
+    const able = candidates().filter((item) => (kind === "load" ? item.name === "load" : item.cluster));
+    return able.find((item) => item.verb === measure.verb) ?? able[0];
+  }
+  const sorted = () => (SORTS[M.state.get().sort] && [...sort.options].some(({ value }) => value === M.state.get().sort) ? M.state.get().sort : "number");
   function orderOf(measure, row) {
     const experts = [...measure.value[row].keys()].filter((expert) => measure.value[row][expert] !== null);
-    if (sort.value === "value") experts.sort((a, b) => measure.value[row][b] - measure.value[row][a]);
-    return experts;
+    const from = sorted() === "number" ? null : source(sorted(), measure);
+    const key = from && (from[sorted() === "cluster" ? "cluster" : "value"][from.layers.indexOf(measure.layers[row])]);
+    const sign = sorted() === "cluster" ? 1 : -1;
+    return key ? experts.sort((a, b) => sign * ((key[a] ?? 0) - (key[b] ?? 0)) || a - b) : experts;
   }
 
   // ---- drawing
@@ -69,8 +75,9 @@ M.map = (() => {
     if (!measure) return;
     title.textContent = measure.title;
     caption.textContent = measure.caption;
-    const strips = data.strips.filter((strip) => M.selected.matches(strip)).slice(0, frame.clientWidth > 900 ? 3 : 0);
-    const width = Math.max(frame.clientWidth, LABEL + measure.experts * (frame.clientWidth < 700 ? SMALLEST : 2));
+    const room = Math.floor(frame.getBoundingClientRect().width);
+    const strips = data.strips.filter((strip) => M.selected.matches(strip)).slice(0, room > 850 ? 3 : 0);
+    const width = Math.max(room, LABEL + measure.experts * (room < 700 ? SMALLEST : 2));
     const rows = measure.layers.length;
     const cellHeight = Math.max(7, Math.min(34, Math.floor(Math.max(window.innerHeight - 430, 300) / rows)));
     const right = strips.length * (STRIP + GAP);
@@ -145,8 +152,8 @@ M.map = (() => {
     pen.textBaseline = "alphabetic";
     pen.textAlign = "center";
     const step = [1, 2, 4, 8, 16, 32, 64].find((size) => size * geometry.cellWidth > 26) ?? 128;
-    if (sort.value === "number") for (let expert = 0; expert < measure.experts; expert += step) pen.fillText(String(expert), LABEL + (expert + 0.5) * geometry.cellWidth, height - 7);
-    else pen.fillText("experts of each layer, highest first", LABEL + (measure.experts * geometry.cellWidth) / 2, height - 7);
+    if (sorted() === "number") for (let expert = 0; expert < measure.experts; expert += step) pen.fillText(String(expert), LABEL + (expert + 0.5) * geometry.cellWidth, height - 7);
+    else pen.fillText({ value: "experts of each layer, highest first", load: "experts of each layer, most load first", cluster: "experts of each layer, related ones side by side" }[sorted()], LABEL + (measure.experts * geometry.cellWidth) / 2, height - 7);
     pen.textAlign = "left";
     geometry.strips.forEach((strip, index) => pen.fillText(strip.title, geometry.width - (geometry.strips.length - index) * (STRIP + GAP) + GAP + 8, height - 7));
   }
@@ -196,6 +203,7 @@ M.map = (() => {
     const lines = [`Layer ${layer}, expert ${expert}`, `${measure.title}: ${M.number(at("value"))} ${measure.unit}`];
     if (at("low") !== undefined && at("low") !== null) lines.push(`interval ${M.number(at("low"))} to ${M.number(at("high"))}`);
     if (at("chance") !== undefined && at("chance") !== null) lines.push(`chance ${M.number(at("chance"))}`);
+    if (at("beyond") !== undefined) lines.push(at("beyond") ? "beyond chance" : "within chance");
     if (at("mark")) lines.push("removed");
     return lines;
   }
@@ -229,10 +237,21 @@ M.map = (() => {
 
   function fillColours() {
     const all = candidates();
-    colour.replaceChildren(...all.map((measure) => make("option", { value: measure.name }, measure.title)));
+    const names = new Map(all.map((measure) => [measure.name, measure.domain ? "Domain lift" : measure.title]));
+    colour.replaceChildren(...[...names].map(([value, words]) => make("option", { value }, words)));
     const measure = chosen();
-    if (measure) colour.value = measure.name;
-    beyond.parentElement.hidden = !measure?.beyond;
+    if (!measure) return;
+    colour.value = measure.name;
+    const kinds = Object.keys(SORTS).filter((kind) => kind === "number" || source(kind, measure));
+    sort.replaceChildren(...kinds.map((value) => make("option", { value }, SORTS[value])));
+    sort.value = sorted();
+    beyond.parentElement.hidden = !measure.beyond || Boolean(other(measure));
+    beyond.checked = M.state.get().beyond === "1";
+  }
+  // a domain's lift needs a domain: the selected one, else the first
+  function pick() {
+    const needs = candidates().find((measure) => measure.name === colour.value)?.domain;
+    M.state.set({ colour: colour.value, ...(needs ? { domain: M.selected.domain() ?? M.data.domains[0] } : {}) });
   }
   const ready = M.payload(M.data.map).then((value) => { data = value; });
   async function element() {
@@ -242,9 +261,9 @@ M.map = (() => {
     title = make("h2", {});
     caption = make("p", { class: "caption" });
     legend = make("div", { class: "legend" });
-    colour = make("select", { "aria-label": "Colour of the map", onchange: () => M.state.set({ colour: colour.value }) });
-    sort = make("select", { "aria-label": "Order of experts", onchange: draw }, make("option", { value: "number" }, "by number"), make("option", { value: "value" }, "by value"));
-    beyond = make("input", { type: "checkbox", onchange: draw });
+    colour = make("select", { "aria-label": "Colour of the map", onchange: pick });
+    sort = make("select", { "aria-label": "Order of experts", onchange: () => M.state.replace({ sort: sort.value === "number" ? null : sort.value }) });
+    beyond = make("input", { type: "checkbox", onchange: () => M.state.replace({ beyond: beyond.checked ? 1 : null }) });
     frame = make("div", { class: "map-frame" }, canvas, tip);
     canvas.addEventListener("pointermove", (event) => point(cellAt(event), event.clientX, event.clientY));
     canvas.addEventListener("pointerleave", () => point(null));
@@ -262,7 +281,8 @@ M.map = (() => {
   window.addEventListener("resize", refresh);
   M.theme.changed(refresh);
   M.state.onChange(refresh);
-  const layout = () => ({ left: LABEL, top: TOP, cellWidth: geometry.cellWidth, cellHeight: geometry.cellHeight, rows: geometry.measure.layers.length, columns: geometry.measure.experts });
-  const experts = () => Math.max(...(data?.measures ?? []).map((measure) => measure.experts), 0);
+  const layout = () => ({ left: LABEL, top: TOP, cellWidth: geometry.cellWidth, cellHeight: geometry.cellHeight, rows: geometry.measure.layers.length, columns: geometry.measure.experts, orders: geometry.orders });
+  // number of experts of a layer
+  const experts = (layer) => Math.max(...candidates().map((measure) => (measure.value[measure.layers.indexOf(layer)] ?? []).findLastIndex((cell) => cell !== null) + 1), 0);
   return { element, refresh, ready, candidates, layout, shown, experts };
 })();

@@ -36,8 +36,8 @@ M.overview = (() => {
   }
 
   // ---- findings
-  const headOf = (text) => text.match(/^[^:(,;]{3,70}(?=:)/)?.[0] ?? text.match(/^[^(,;.]{3,90}(?=[(,;. ])/)?.[0] ?? text;
-  const link = (head, place) => make("a", { href: M.state.link({ layer: null, expert: null, colour: null, figure: null, ...place }) }, head);
+  const headOf = (text) => text.match(/^[^:(,;]{3,70}(?=:)/)?.[0] ?? text.match(/^(?:[^(,;.]|[,.](?=\d)){3,90}(?=[(,;. ])/)?.[0] ?? text;
+  const link = (head, place) => make("a", { href: M.state.link({ layer: null, expert: null, colour: null, figure: null, section: null, ...place }) }, head);
   // One item per finding; what two runs say under one head is one item.
   function items(pair) {
     const found = new Map();
@@ -53,7 +53,7 @@ M.overview = (() => {
       const [{ head, text, place, run }] = entries;
       return make("li", {}, run === null ? null : tag([run]), link(head, place), text.slice(head.length));
     }
-    const lines = entries.map(({ head, text, place, run }) => make("div", {}, make("a", { href: M.state.link({ layer: null, expert: null, colour: null, figure: null, ...place }) }, tag([run])), text.slice(head.length).replace(/^:/, "")));
+    const lines = entries.map(({ head, text, place, run }) => make("div", {}, make("a", { href: M.state.link({ layer: null, expert: null, colour: null, figure: null, section: null, ...place }) }, tag([run])), text.slice(head.length).replace(/^:/, "")));
     return make("li", {}, entries[0].head, ...lines);
   }
   function findings() {

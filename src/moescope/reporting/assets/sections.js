@@ -51,56 +51,67 @@ M.sections = (() => {
   }
   function inside(content, section) {
     const body = make("details", { class: "inner" }, make("summary", {}, content.title));
-    body.addEventListener("toggle", () => { if (body.open && !body.dataset.done) { body.dataset.done = "1"; fillSection(body, content, section); } });
+    body.holds = (name) => content.figures.some((figure) => figure.name === name);
+    body.fill = () => { if (!body.dataset.done) { body.dataset.done = "1"; fillSection(body, content, section); } };
+    body.addEventListener("toggle", () => { if (body.open) body.fill(); });
     return body;
   }
 
   function element(entry, level = 2) {
     const title = entry.title && make(`h${level}`, {}, entry.title,
       entry.badge ? make("span", { class: `badge ${entry.badge[0]}` }, entry.badge[1]) : null,
-      entry.line && !entry.folded ? make("span", { class: "line" }, entry.line) : null);
+      entry.line && !entry.folded ? make("span", { class: "line" }, entry.line) : null,
+      typeof entry.layer === "number" ? make("span", { class: "line hint", hidden: true }, "first layer shown; select another at the top or on the map") : null);
     const body = make("div", { class: "body" });
     if (entry.folded) {
       const details = make("details", { class: "section folded" }, make("summary", {}, entry.title, make("span", { class: "line" }, entry.line)), body);
-      details.addEventListener("toggle", async () => {
-        if (!details.open || details.dataset.done) return;
-        details.dataset.done = "1";
-        fillSection(body, await M.payload(entry.payload), entry);
-      });
+      details.unfold = () => {
+        details.open = true;
+        return details.filled ??= M.payload(entry.payload).then((content) => fillSection(body, content, entry));
+      };
+      details.addEventListener("toggle", () => { if (details.open) details.unfold(); });
       details.entry = entry;
       return details;
     }
     const section = make("section", { class: "section", "data-section": entry.id }, title, body);
     section.entry = entry;
-    section.fill = async () => {
-      if (section.dataset.done) return;
-      section.dataset.done = "1";
+    section.fill = () => section.filled ??= (async () => {
       fillSection(body, entry.payload ? await M.payload(entry.payload) : entry, entry);
       show(section);
-    };
+    })();
     return section;
   }
 
-  const selectedLayer = (entries) => {
-    const layers = [...new Set(entries.map((entry) => entry.layer).filter((layer) => layer !== null && layer !== undefined))];
-    const { layer } = M.state.get();
-    return layers.includes(layer) ? layer : layers[0];
-  };
-  // Show the sections of the present state; fill those that were never shown.
+  // Show the sections of the present state; fill those that were never shown. Without a selected layer the first is shown.
   function show(container) {
     const children = [...container.querySelectorAll(":scope > .section, :scope > .body > .section")].filter((child) => child.entry);
-    const layer = selectedLayer(children.map((child) => child.entry));
+    const known = [...new Set(children.map((child) => child.entry.layer).filter((layer) => typeof layer === "number"))];
+    const layer = M.selected.layer(known);
     for (const child of children) {
       const { entry } = child;
-      const visible = M.selected.matches(entry) && (entry.layer === null || entry.layer === undefined || entry.layer === layer);
+      const visible = M.selected.matches(entry) && (typeof entry.layer !== "number" || entry.layer === layer);
       child.hidden = !visible;
-      if (visible && child.fill) child.fill();
-      if (visible) show(child);
+      if (!visible) continue;
+      child.querySelector(":scope > * > .hint")?.toggleAttribute("hidden", M.state.get().layer === layer);
+      if (child.fill) child.fill();
+      show(child);
     }
+  }
+  // Scroll to a section, or to a figure, which may be in a folded section.
+  async function reveal(panel, { figure, section }) {
+    const visible = (selector) => [...panel.querySelectorAll(selector)].find((element) => element.offsetParent);
+    if (!figure) { visible(`[data-section="${CSS.escape(section)}"]`)?.scrollIntoView(); return; }
+    const place = `[data-figure="${CSS.escape(figure)}"]`;
+    if (!visible(place)) {
+      const holder = [...panel.querySelectorAll(".section")].find((child) => child.entry?.payload && child.offsetParent && child.entry.figures.some(({ name }) => name === figure));
+      await (holder?.unfold ?? holder?.fill)?.();
+      for (const inner of holder?.querySelectorAll("details.inner") ?? []) if (inner.holds(figure)) { inner.open = true; inner.fill(); }
+    }
+    visible(place)?.scrollIntoView({ block: "center" });
   }
   function fillVisible(container) {
     const slots = [...container.querySelectorAll(".figure-slot, .table-slot, .widget-slot")];
     return Promise.all(slots.filter((slot) => slot.offsetParent).map(fill));
   }
-  return { element, show, later, fillVisible };
+  return { element, show, reveal, fillVisible };
 })();

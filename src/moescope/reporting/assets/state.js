@@ -1,7 +1,7 @@
 // The state of the page lives in the URL fragment: #/routing?layer=9&expert=24. Every view is a link; back works.
 M.state = (() => {
   const listeners = [];
-  const NUMBERS = new Set(["run", "vs", "layer", "expert", "pinned"]);
+  const NUMBERS = new Set(["run", "vs", "layer", "expert"]);
   let current = parse();
 
   function parse() {
@@ -82,5 +82,8 @@ M.selected = (() => {
     const own = M.data.run_views[entry.run] ?? [];
     return entry.view === (own.includes(wanted) ? wanted : own.at(-1));
   }
-  return { run, view, root, verbs, alike, matches: (entry) => matchesRun(entry) && matchesView(entry) };
+  // the layer to show of those that a view has: the selected one, else the first
+  const layer = (known) => (known.includes(M.state.get().layer) ? M.state.get().layer : known[0]);
+  const domain = () => (M.data.domains.includes(M.state.get().domain) ? M.state.get().domain : null);
+  return { run, view, root, verbs, alike, layer, domain, matches: (entry) => matchesRun(entry) && matchesView(entry) };
 })();

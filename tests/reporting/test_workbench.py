@@ -1,0 +1,409 @@
+"""The page as a workbench, in a real browser: one selection drives every view, and every state is a link."""
+
+import io
+import re
+
+import numpy as np
+import pytest
+from PIL import Image
+from playwright.sync_api import expect
+from scipy.cluster.hierarchy import fcluster, linkage
+
+from moescope.reporting.verb import report
+from reporting.test_browser import click_cell, scroll_through
+
+expect.set_options(timeout=30_000)  # a busy machine takes longer than five seconds
+
+
+@pytest.fixture(scope="module")
+def pages(planted_run, traced_run, trained_run, compressed_run, tmp_path_factory):
+    """Return the report of a verb's run, made when it is first asked for."""
+    runs = {"scan": planted_run, "trace": traced_run, "train": trained_run, "compress": compressed_run}
+    folder = tmp_path_factory.mktemp("workbench")
+    made = {}
+
+    def page_of(name):
+        if name not in made:
+            made[name] = report(runs[name], out=folder / f"{name}.html")
+        return made[name].as_uri()
+
+    return page_of
+
+
+@pytest.fixture
+def opened(browser, pages):
+    """Opens a report; afterwards the page may have said nothing and asked for nothing."""
+    contexts, troubles = [], []
+
+    def open_page(name, place="#/overview", width=1400, scheme="light"):
+        context = browser.new_context(viewport={"width": width, "height": 900}, color_scheme=scheme)
+        contexts.append(context)
+        page = context.new_page()
+        page.on("console", lambda message: troubles.append(message.text))
+        page.on("pageerror", lambda error: troubles.append(str(error)))
+        page.goto(pages(name) + place)
+        return page
+
+    yield open_page
+    for context in contexts:
+        context.close()
+    assert troubles == []
+
+
+def state(page):
+    return page.evaluate("M.state.get()")
+
+
+def boxes(page):
+    return page.locator(".card, canvas, .findings-box").evaluate_all(
+        "all => all.map((element) => { const box = element.getBoundingClientRect();"
+        " return [box.x, box.y, box.width, box.height]; })"
+    )
+
+
+# --- drawer
+
+
+def test_the_drawer_moves_nothing_and_closing_it_clears_what_it_selected(opened):
+    page = opened("train")
+    expect(page.locator("canvas")).to_be_visible()
+    before = boxes(page)
+    click_cell(page, 1, 2, 2, 4)
+    expect(page.locator("#drawer h2")).to_have_text("L1 · E2")
+    assert boxes(page) == before
+    page.keyboard.press("Escape")
+    expect(page.locator("#drawer")).to_be_hidden()
+    assert boxes(page) == before
+    assert "layer" not in state(page)
+    page.locator("#top select[data-state=layer]").select_option("0")  # selected by hand: it stays
+    click_cell(page, 1, 0, 2, 4)
+    expect(page.locator("#drawer h2")).to_have_text("L1 · E0")
+    page.locator("#drawer a[aria-label=Close]").click()
+    expect(page.locator("#drawer")).to_be_hidden()
+    assert state(page)["layer"] == 0
+
+
+def test_a_pinned_expert_stands_beside_the_opened_one_and_never_twice(opened):
+    page = opened("trace")
+    click_cell(page, 1, 2, 3, 4)
+    heads = page.locator("#drawer h2")
+    page.locator("#drawer a", has_text="Pin").click()
+    expect(heads).to_have_text(["L1 · E2"])
+    page.locator("#drawer a[aria-label='Next expert']").click()
+    expect(heads).to_have_text(["L1 · E3", "L1 · E2"])
+    first, second = page.locator("#drawer .expert-column").all()
+    assert first.bounding_box()["y"] == second.bounding_box()["y"]
+    assert first.bounding_box()["x"] < second.bounding_box()["x"]
+    expect(page.locator("#drawer a[aria-label='Next expert']")).to_have_count(0)  # layer 1 has four experts
+    click_cell(page, 0, 0, 3, 4)
+    expect(heads).to_have_text(["L0 · E0", "L1 · E2"])
+    again = opened("trace", page.evaluate("location.hash").replace("overview", "experts"))
+    expect(again.locator(".expert-column h2")).to_have_text(["L0 · E0", "L1 · E2"])
+    page.locator("#drawer a", has_text="Unpin").click()
+    expect(heads).to_have_text(["L0 · E0"])
+
+
+# --- layers
+
+# Per drawn figure that has layers: the layers that it marks, draws strongly or has slid to.
+LAYERS_SHOWN = """() => {
+  const visible = [...document.querySelectorAll(".figure-slot")].filter((slot) => slot.offsetParent);
+  return visible.map((slot) => {
+    const plot = slot.querySelector(".plot");
+    const axes = Object.keys(plot.layout).filter((key) => /^[xy]axis/.test(key)
+      && plot.layout[key].title?.text === "layer");
+    const lines = plot.data.filter((trace) => /^layer \\d+$/.test(trace.name ?? ""));
+    const labels = [...slot.querySelectorAll(".controls label")];
+    const slider = labels.find((label) => label.textContent.startsWith("layer"));
+    if (!axes.length && !lines.length && !slider) return null;
+    const layerAt = (axis, at) => {
+      const { ticktext, tickvals, _categories: names } = plot._fullLayout[axis];
+      return Number(ticktext?.[Array.from(tickvals).indexOf(at)] ?? (names?.length ? names[at] : at));
+    };
+    const marks = (plot.layout.shapes ?? []).filter((shape) => shape.name === "selected layer");
+    const shown = axes.flatMap((axis) => marks.map((shape) =>
+      layerAt(axis, (shape[axis[0] + "0"] + shape[axis[0] + "1"]) / 2)));
+    const strong = lines.filter((trace) => (trace.opacity ?? 1) === 1);
+    if (strong.length < lines.length) shown.push(...strong.map((trace) => Number(trace.name.slice(6))));
+    if (slider) shown.push(Number(slider.querySelector("output").textContent));
+    return [slot.dataset.figure, [...new Set(shown)]];
+  }).filter(Boolean);
+}"""
+
+
+@pytest.mark.parametrize(("tab", "least"), [("weights", 8), ("routing", 12)])
+def test_a_click_on_the_map_changes_every_figure_that_has_layers(opened, tab, least):
+    page = opened("train")
+    click_cell(page, 1, 2, 2, 4)
+    page.locator(f"#tabs a[data-tab={tab}]").click()
+    expect(page.locator(f"#tab-{tab} .figure-slot").first).to_be_visible()
+    scroll_through(page)
+    shown = page.evaluate(LAYERS_SHOWN)
+    assert len(shown) >= least
+    assert [name for name, layers in shown if layers != [1]] == []
+    page.evaluate("M.state.set({ layer: 0, expert: 2 })")
+    expect(page.locator("#drawer h2")).to_have_text("L0 · E2")
+    scroll_through(page)  # sections of layer 0 are new
+    shown = page.evaluate(LAYERS_SHOWN)
+    assert len(shown) >= least
+    assert [name for name, layers in shown if layers != [0]] == []
+
+
+def test_without_a_selected_layer_every_slider_starts_at_the_first_and_a_section_says_so(opened):
+    page = opened("train", "#/routing")
+    expect(page.locator("#tab-routing .figure-slot").first).to_be_visible()
+    scroll_through(page)
+    sliders = page.locator("#tab-routing .controls label:has-text('layer') output:visible")
+    assert sliders.count() >= 3
+    assert set(sliders.all_text_contents()) == {"0"}
+    marked = page.evaluate(LAYERS_SHOWN)
+    assert all(layers in ([], [0]) for _, layers in marked)
+    layer = page.locator("section[data-section=layer-0]:visible")
+    expect(layer.locator(".hint")).to_be_visible()
+    page.locator("#top select[data-state=layer]").select_option("0")
+    expect(layer.locator(".hint")).to_be_hidden()
+
+
+# --- domain and phase
+
+
+def test_domain_and_phase_are_selected_once_and_obeyed_everywhere(opened, traced_run):
+    page = opened("trace")
+    page.locator("select[aria-label='Colour of the map']").select_option("domain_lift")
+    expect(page.locator("#top select[data-state=domain]")).to_have_value("other")
+    page.locator("#top select[data-state=domain]").select_option("plain")
+    expect(page.locator(".map h2")).to_have_text("Domain lift: plain")
+    lifts = traced_run.table("domains").query("step == 200 and domain == 'plain'")
+    wanted = lifts.pivot(index="layer", columns="expert", values="affinity").to_numpy()
+    np.testing.assert_allclose(np.array(page.evaluate("M.map.shown().value"), float), wanted, rtol=1e-3)
+    click_cell(page, 1, 2, 3, 4)
+    drawer = page.locator("#drawer")
+    expect(drawer.locator(".bar-row.here bdi").first).to_have_text("plain")
+    expect(drawer.locator("tr[data-measure=domain_lift] th")).to_have_text("Domain lift: plain")
+    titles = drawer.locator(".context").evaluate_all("all => all.map((line) => line.title)")
+    assert all(", plain," in title for title in titles)
+    page.keyboard.press("Escape")
+    page.locator("#tabs a[data-tab=routing]").click()
+    slot = page.locator("[data-figure=cv_by_domain]:visible")
+    slot.scroll_into_view_if_needed()
+    expect(slot.locator(".plot.drawn")).to_be_visible()
+    strong = "plot => Object.fromEntries(plot.data.map((trace) => [trace.name, trace.opacity ?? 1]))"
+    by_domain = slot.locator(".plot").evaluate(strong)
+    assert by_domain["plain"] == 1
+    assert by_domain["other"] < 0.5
+    slot = page.locator("[data-figure=affinity_heatmap]:visible")
+    slot.scroll_into_view_if_needed()
+    expect(slot.locator(".plot.drawn")).to_be_visible()
+    marks = "plot => plot.layout.shapes.filter((shape) => shape.name === 'selected domain').length"
+    assert slot.locator(".plot").evaluate(marks) == 1
+    page.locator("#top select[data-state=phase]").select_option("decode")
+    page.locator("#top select[data-state=step]").select_option(label="100")
+    again = opened("trace", page.evaluate("location.hash"))
+    expect(again.locator("#top select[data-state=domain]")).to_have_value("plain")
+    expect(again.locator("#top select[data-state=phase]")).to_have_value("decode")
+    assert again.evaluate("M.map.candidates().every((measure) => measure.view === 'step 100, decode')")
+
+
+def test_a_run_of_one_domain_and_phase_offers_neither(opened):
+    page = opened("compress")
+    expect(page.locator("#top select[data-state=layer]")).to_be_visible()
+    expect(page.locator("#top select[data-state=domain], #top select[data-state=phase]")).to_have_count(0)
+
+
+# --- map
+
+
+def shown_orders(page):
+    return page.evaluate("M.map.layout().orders")
+
+
+def test_the_map_sorts_by_load_and_by_cluster_and_a_link_keeps_the_order(opened, planted_run, traced_run):
+    page = opened("trace")
+    expect(page.locator("canvas")).to_be_visible()
+    page.locator("select[aria-label='Order of experts']").select_option("load")
+    load = traced_run.table("load").query("step == 200 and phase == 'prefill'")
+    for layer, order in enumerate(shown_orders(page)):
+        tokens = load[load["layer"] == layer].groupby("expert")["tokens"].sum()
+        assert tokens[order].is_monotonic_decreasing
+    page.locator("label:has-text('beyond chance only') input").check()
+    again = opened("trace", page.evaluate("location.hash"))
+    expect(again.locator("select[aria-label='Order of experts']")).to_have_value("load")
+    expect(again.locator("label:has-text('beyond chance only') input")).to_be_checked()
+    assert shown_orders(again) == shown_orders(page)
+
+    page = opened("scan", "#/overview?sort=cluster")
+    expect(page.locator("canvas")).to_be_visible()
+    pairs = planted_run.table("similarity").query("k == 1")
+    for layer, order in enumerate(shown_orders(page)):
+        rows = pairs[pairs["layer"] == layer]
+        cosine = np.eye(8)
+        cosine[rows["expert_a"], rows["expert_b"]] = cosine[rows["expert_b"], rows["expert_a"]] = rows[
+            "cosine"
+        ]
+        tree = linkage((1 - np.abs(cosine))[np.triu_indices(8, 1)], "average")
+        for count in (2, 3, 4):  # every cut of the tree is a run of neighbours
+            groups = fcluster(tree, count, "maxclust")[order]
+            assert np.count_nonzero(np.diff(groups)) == len(set(groups)) - 1
+
+
+def test_pointing_at_a_cell_shows_value_and_chance_and_a_row_selects_its_layer(opened, traced_run):
+    page = opened("trace")
+    expect(page.locator("canvas")).to_be_visible()
+    layout = page.evaluate("M.map.layout()")
+    y = layout["top"] + 1.5 * layout["cellHeight"]
+    page.locator("canvas").hover(position={"x": layout["left"] + 2.5 * layout["cellWidth"], "y": y})
+    load = traced_run.table("load").query("step == 200 and phase == 'prefill' and layer == 1")
+    tokens = load.groupby("expert")["tokens"].sum()
+    tip = page.locator(".map .tip")
+    expect(tip).to_contain_text(f"{tokens[2] / tokens.mean():.3g} × even share")
+    expect(tip).to_contain_text("chance 1")
+    page.locator("canvas").click(position={"x": 12, "y": y})
+    expect(page.locator("#top select[data-state=layer]")).to_have_value("1")
+    expect(page.locator("#drawer")).to_be_hidden()
+
+
+def test_cells_beyond_chance_are_outlined_and_the_others_fade(opened, traced_run):
+    page = opened("trace", "#/overview?colour=load")
+    expect(page.locator("canvas")).to_be_visible()
+    beyond = [bool(cell) for row in page.evaluate("M.map.shown().beyond") for cell in row]
+    layout = page.evaluate("M.map.layout()")
+    before = pixels(page.locator("canvas"))
+    page.locator("label:has-text('beyond chance only') input").check()
+    expect(page.locator("label:has-text('beyond chance only') input")).to_be_checked()
+    after = pixels(page.locator("canvas"))
+    outlined = []
+    for row in range(3):
+        y = int(layout["top"] + (row + 0.5) * layout["cellHeight"])
+        for column in range(4):
+            x = round(layout["left"] + column * layout["cellWidth"])
+            darker = before[y, x - 1 : x + 3].sum(axis=1) - after[y, x - 1 : x + 3].sum(axis=1)
+            outlined.append(bool(darker.max() > 200))
+    assert any(beyond)
+    assert outlined == beyond
+
+
+def pixels(locator):
+    """[height, width, 3] of an element as it is on the screen."""
+    return np.asarray(Image.open(io.BytesIO(locator.screenshot())).convert("RGB"), int)
+
+
+# --- contrast
+
+# Every visible text of the page, HTML and SVG: where its middle is, its colour, its opacity.
+TEXTS = """() => {
+  const found = [];
+  for (const node of document.querySelectorAll("body *")) {
+    const own = [...node.childNodes].filter((child) => child.nodeType === 3 && child.textContent.trim());
+    if (!own.length || node.closest("script, style, option, noscript, .button.off")) continue;
+    const range = document.createRange();
+    range.selectNodeContents(own[0]);
+    const box = range.getBoundingClientRect();
+    if (!box.width || box.top < 0 || box.left < 0) continue;
+    if (box.bottom > innerHeight || box.right > innerWidth) continue;
+    const seen = document.elementFromPoint(box.x + box.width / 2, box.y + box.height / 2);
+    if (!node.closest("svg") && !(node.contains(seen) || seen?.contains(node))) continue;
+    let opacity = 1;
+    for (let up = node; up; up = up.parentElement) opacity *= Number(getComputedStyle(up).opacity);
+    const style = getComputedStyle(node);
+    const svg = node instanceof SVGElement;
+    found.push([node.textContent.slice(0, 30), box.x, box.y, box.width, box.height,
+      svg ? style.fill : style.color, opacity * (svg ? Number(style.fillOpacity) : 1)]);
+  }
+  return found;
+}"""
+NO_INK = """* { color: transparent !important; text-shadow: none !important; }
+text, tspan { fill: transparent !important; }"""
+
+
+def luminance(rgb):
+    part = np.asarray(rgb, float) / 255
+    part = np.where(part <= 0.03928, part / 12.92, ((part + 0.055) / 1.055) ** 2.4)
+    return part @ [0.2126, 0.7152, 0.0722]
+
+
+def poor_texts(page):
+    """Texts in view whose contrast (WCAG 2) with the pixels behind them is below 4.5."""
+    texts = page.evaluate(TEXTS)
+    style = page.add_style_tag(content=NO_INK)
+    page.wait_for_timeout(100)
+    behind = np.asarray(Image.open(io.BytesIO(page.screenshot())).convert("RGB"), int)
+    style.evaluate("element => element.remove()")
+    found = []
+    for words, x, y, width, height, color, opacity in texts:
+        ink = np.array([float(part) for part in re.findall(r"[\d.]+", color)[:3]])
+        patch = behind[int(y) : int(y + height) + 1, int(x) : int(x + width) + 1].reshape(-1, 3)
+        back = np.median(patch, axis=0)
+        light, dark = sorted((luminance(ink * opacity + back * (1 - opacity)), luminance(back)), reverse=True)
+        if (light + 0.05) / (dark + 0.05) < 4.5:
+            found.append((words, color, back.tolist()))
+    return found, len(texts)
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize(
+    ("name", "place", "selector"),
+    [
+        ("scan", "#/weights?layer=3&figure=cosine_heatmap", "[data-figure=cosine_heatmap]"),
+        ("scan", "#/weights?layer=3&figure=pair_matrix", "[data-figure=pair_matrix]"),
+        ("trace", "#/routing?layer=1&figure=coactivation_heatmap", "[data-figure=coactivation_heatmap]"),
+        ("trace", "#/text", ".tokens"),
+        ("trace", "#/overview?layer=1&expert=2", "#drawer h2"),
+    ],
+)
+def test_every_text_has_a_contrast_of_four_and_a_half(opened, name, place, selector, scheme):
+    page = opened(name, place, scheme=scheme)
+    expect(page.locator(f"{selector}:visible").first).to_be_in_viewport()
+    expect(page.locator(f"{selector} .plot:not(.drawn):visible")).to_have_count(0)
+    page.wait_for_timeout(300)
+    if selector == ".tokens":
+        page.locator(".token").nth(3).hover()
+    poor, count = poor_texts(page)
+    assert count > 20
+    assert poor == []
+
+
+def test_diverging_maps_have_a_dark_midpoint_in_the_dark(opened):
+    page = opened("trace", "#/routing?figure=coactivation_heatmap", scheme="dark")
+    slot = page.locator("[data-figure=coactivation_heatmap]:visible")
+    expect(slot.locator(".plot.drawn")).to_be_visible()
+    middle = "plot => plot.data[0].colorscale.find(([at]) => at === 0.5)[1]"
+    color = slot.locator(".plot").evaluate(middle)
+    assert luminance([int(color[at : at + 2], 16) for at in (1, 3, 5)]) < 0.1
+    page.locator("#tabs a[data-tab=overview]").click()
+    expect(page.locator(".gradient")).to_be_visible()
+    gradient = pixels(page.locator(".gradient"))
+    assert luminance(gradient[gradient.shape[0] // 2, gradient.shape[1] // 2]) < 0.1
+
+
+# --- search
+
+
+@pytest.mark.parametrize(
+    ("words", "changes"),
+    [
+        ("L1 E2", {"layer": 1, "expert": 2}),
+        ("1/2", {"layer": 1, "expert": 2}),
+        ("L2", {"layer": 2}),
+        ("other", {"domain": "other"}),
+        ("Co-activation of expert pairs", {"tab": "routing", "figure": "coactivation_heatmap"}),
+        ("Jaccard", {"tab": "methods"}),
+    ],
+)
+def test_search_finds_experts_layers_domains_figures_and_terms(opened, words, changes):
+    page = opened("trace")
+    expect(page.locator("canvas")).to_be_visible()
+    page.locator("#top input[type=search]").fill(words)
+    kind = "Glossary" if words == "Jaccard" else ""
+    page.locator(".results a", has_text=kind).first.click()
+    page.wait_for_function(
+        "wanted => Object.keys(wanted).every((key) => M.state.get()[key] === wanted[key])", arg=changes
+    )
+    assert changes.items() <= state(page).items()
+
+
+def test_search_opens_a_figure_that_is_folded(opened):
+    page = opened("scan")
+    expect(page.locator("canvas")).to_be_visible()
+    page.locator("#top input[type=search]").fill("shuffle log std by k")
+    page.locator("#top input[type=search]").press("Enter")
+    expect(page.locator("[data-figure=shuffle_log_std_by_k] .plot.drawn")).to_be_in_viewport()
