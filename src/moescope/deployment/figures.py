@@ -275,4 +275,89 @@ PREFETCH = [
     FigureSpec("prefetch_curve", ("prefetch",), prefetch_curve),
     FigureSpec("prefetch_layers", ("prefetch",), prefetch_layers),
 ]
-FIGURES = [*RESIDENCY, *PREFETCH]
+
+
+# --- placement
+
+METHOD_STYLES: dict[str, dict[str, Any]] = {
+    "balanced": {"name": "balanced", "color": CATEGORICAL[0], "dash": "solid"},
+    "coactivation": {"name": "co-activation", "color": CATEGORICAL[2], "dash": "solid"},
+    "contiguous": {"name": "contiguous (default)", "color": CATEGORICAL[1], "dash": "solid"},
+}
+
+
+def placement_balance(tables: Tables) -> Figure:
+    """Balancedness of devices per layer, over all tokens and per batch."""
+    rows = tables["placement"]
+    layers = rows[rows["layer"].notna()].sort_values("layer")
+    numbers = np.array(sorted(layers["layer"].unique()))
+    data, captions = [], []
+    for column, what in (("balancedness", "all tokens"), ("batch_balancedness", "batches")):
+        for method, style in METHOD_STYLES.items():
+            group = layers[layers["method"] == method]
+            line = styled_line(group["layer"], group[column], style)
+            line["hovertemplate"] = f"layer %{{x}}<br>{style['name']} %{{y:.3f}}<extra></extra>"
+            data.append(with_whiskers(line, group, column) if column == "balancedness" else line)
+        group = layers[layers["method"] == "random"]
+        data.append(grey_line(numbers, np.ones(len(numbers)), "optimum: 1", "dot"))
+        data.append(grey_line(group["layer"].to_numpy(), group[column].to_numpy(float), "random placement"))
+        captions.append(f"{what.capitalize()}: {method_words(rows, column)}.")
+    tokens = int(rows["batch_tokens"].iloc[0])
+    return Figure(
+        "placement_balance",
+        "Balance of devices per layer",
+        captions[0],
+        ("balancedness", "batch_balancedness", "method", "devices"),
+        data,
+        base_layout("layer", "mean load/max load", xaxis=layer_axis(numbers), yaxis={"range": [0, 1.05]}),
+        Slider("over", ["all tokens", f"batches of {tokens:,}"], 0, len(METHOD_STYLES) + 2, captions),
+        height=400,
+        details="1: every device has the same load. Placements are tested on other documents than they learned.",
+    )
+
+
+def method_words(rows: pd.DataFrame, column: str) -> str:
+    """ "balanced 0.95, co-activation 0.9, contiguous 0.7 (random: 0.7; optimum: 1)"."""
+    whole = together(rows).set_index("method")[column]
+    parts = [f"{style['name']} {number(float(whole[name]))}" for name, style in METHOD_STYLES.items()]
+    best = {"cross_node": 0.0, "cross_device": float(together(rows)["cross_device_least"].iloc[0])}.get(
+        column, 1
+    )
+    return f"{', '.join(parts)} (random: {number(float(whole['random']))}; optimum: {number(best)})"
+
+
+def placement_traffic(tables: Tables) -> Figure:
+    """Remote devices and nodes per token and layer, per method."""
+    rows = together(tables["placement"]).set_index("method")
+    layers = tables["placement"]["layer"].nunique()
+    names = [style["name"] for style in METHOD_STYLES.values()]
+    kinds = [("cross_device", "devices", CATEGORICAL[0])]
+    if rows["nodes"].iloc[0] > 1:
+        kinds.append(("cross_node", "nodes", CATEGORICAL[1]))
+    data: list[Trace] = []
+    for column, what, color in kinds:
+        values = [float(rows.loc[method, column]) / layers for method in METHOD_STYLES]
+        data.append(
+            {"type": "bar", "name": f"remote {what}", "x": names, "y": values, "marker": {"color": color}}
+        )
+        chance = float(rows.loc["random", column]) / layers
+        data.append(grey_line(names, [chance] * len(names), f"random placement, {what}"))
+    least = float(rows["cross_device_least"].iloc[0]) / layers
+    data.append(grey_line(names, [least] * len(names), "fewest devices possible", "dot"))
+    return Figure(
+        "placement_traffic",
+        "Remote devices per token and layer",
+        f"Added over {layers} layers: {method_words(tables['placement'], 'cross_device')}.",
+        ("cross_device", "cross_node", "cross_device_least", "method"),
+        data,
+        base_layout("placement", "per token and layer", yaxis={"rangemode": "tozero"}, barmode="group"),
+        height=400,
+        details="A token is sent to every device that holds one of its experts, its own (any) excepted.",
+    )
+
+
+PLACEMENT = [
+    FigureSpec("placement_balance", ("placement",), placement_balance),
+    FigureSpec("placement_traffic", ("placement",), placement_traffic),
+]
+FIGURES = [*RESIDENCY, *PREFETCH, *PLACEMENT]

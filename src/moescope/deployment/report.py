@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from moescope.deployment.figures import (
+    PLACEMENT,
     PREDICTOR_STYLES,
     PREFETCH,
     RESIDENCY,
     loading_words,
+    method_words,
     middle_slots,
     percent,
     policy_rate,
@@ -16,7 +18,7 @@ from moescope.deployment.figures import (
     together,
 )
 from moescope.deployment.tables import TABLES
-from moescope.plotting.style import counted
+from moescope.plotting.style import counted, number
 from moescope.reporting.pack import table_payload
 from moescope.run import Run
 from moescope.verb import FigureSpec, Finding, KeyNumber, Section, Selection, Summary, Tables, all_rows
@@ -30,7 +32,7 @@ def summary(run: Run) -> Summary:
         f"{counted(info['layers'], 'MoE layer')}, {info['k']} experts per token"
     ]
     keys, findings = cache_summary(run)
-    for part in (prefetch_summary,):
+    for part in (prefetch_summary, placement_summary):
         more_keys, more_findings = part(run)
         keys, findings = keys + more_keys, findings + more_findings
     return Summary(coverage, findings, keys)
@@ -89,9 +91,34 @@ def prefetch_summary(run: Run) -> tuple[list[KeyNumber], list[str]]:
     return [key], [Finding(f"Prefetch recall, {words}", tab="deployment")]
 
 
+def placement_summary(run: Run) -> tuple[list[KeyNumber], list[str]]:
+    rows = run.table("placement")
+    whole = together(rows).set_index("method")
+    devices, copies = int(rows["devices"].iloc[0]), int(rows["redundant"].iloc[0])
+    if devices == 1:
+        return [], []
+    balanced, default, random = (
+        float(whole.loc[method, "balancedness"]) for method in ("balanced", "contiguous", "random")
+    )
+    key = KeyNumber(f"Balance on {devices} devices", balanced, random, word="balanced placement", most=1.0)
+    where = f"{devices} devices" + (f", {copies} redundant per layer" if copies else "")
+    findings: list[str] = [
+        Finding(
+            f"Placement on {where}: mean over max load {number(balanced)}, {number(default)} with experts in "
+            f"order (random: {number(random)}; optimum: 1).",
+            tab="deployment",
+        ),
+        Finding(
+            f"Traffic: {method_words(rows, 'cross_device')} remote devices per token, added over layers.",
+            tab="deployment",
+        ),
+    ]
+    return [key], findings
+
+
 def sections(run: Run, selection: Selection) -> list[Section]:
     tables = all_rows(run, selection)
-    return [residency_section(tables), prefetch_section(tables)]
+    return [residency_section(tables), prefetch_section(tables), placement_section(tables)]
 
 
 def drawable(specs: Sequence[FigureSpec], tables: Tables) -> list[tuple[FigureSpec, Tables]]:
@@ -126,6 +153,19 @@ def prefetch_section(tables: Tables) -> Section:
         "How many of a token's experts can be named before the layer's router runs.",
         drawable(PREFETCH, {"prefetch": rows}),
         [table_payload(TABLES["prefetch"], together(rows), columns, "All layers together")],
+    )
+
+
+def placement_section(tables: Tables) -> Section:
+    rows = tables["placement"]
+    columns = ["method", "balancedness", "batch_balancedness", "cross_device", "cross_node"]
+    return Section(
+        "placement",
+        "Placement on devices",
+        "Every layer's experts on devices: how evenly they share the load, and how many devices a token is "
+        "sent to. Placements that learn are tested on other documents.",
+        drawable(PLACEMENT, {"placement": rows}),
+        [table_payload(TABLES["placement"], together(rows), columns, "All layers together")],
     )
 
 

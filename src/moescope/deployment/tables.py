@@ -66,6 +66,41 @@ COLUMNS: dict[str, Column] = {
     "prefetch.high": Column("float", "Upper end of that interval."),
     "prefetch.optimum": Column("float", "Recall of perfect foresight: 1, as budgets are at least k."),
     "prefetch.chance": Column("float", "Recall of a random list of as many experts.", "budget/n"),
+    # --- placement
+    "placement.layer": Column("int", "The layer's number in the model; null: all layers together."),
+    "method": Column("text",
+        "contiguous: experts in order, what servers do by default. random: mean of 8 random placements. "
+        "balanced: redundant copies of the busiest experts, then each to the least loaded device with room "
+        "(as EPLB). coactivation: balanced, then swapped so that experts chosen together share devices, up "
+        "to 1.1 times the mean load. The last two are learned on other documents."),
+    "devices": Column("int", "Devices that share the experts of a layer, G."),
+    "nodes": Column("int", "Nodes that hold the devices, N."),
+    "redundant": Column("int", "Copies of experts beyond one each, R."),
+    "batch_tokens": Column("int", "Tokens per batch, B.", title="batch"),
+    "balancedness": Column("float",
+        "Mean over max load of the devices, over all tested tokens; an expert's copies share its load. All "
+        "layers: sum of means over sum of maxima, as layers run one after the other.",
+        "Σ_d load(d)/(G max_d load(d))", worst="1/G", chance="balancedness_chance", best="1"),
+    "placement.low": Column("float", "Lower end of the 95 % interval of balancedness over documents.",
+        misleads="Null under 20 documents, and for random placements and all layers together."),
+    "placement.high": Column("float", "Upper end of that interval."),
+    "batch_balancedness": Column("float",
+        "Mean over batches of B successive tokens of mean over max load; a short rest is skipped.",
+        worst="1/G", chance="batch_balancedness_chance", best="1", title="balancedness per batch"),
+    "cross_device": Column("float",
+        "Distinct remote devices that a token is sent to, its own device being any; all layers: their sum.",
+        "(1 − 1/G) Σ_d (1 − Π_e (1 − share(e, d))), e over the token's experts",
+        chance="cross_device_chance", best="cross_device_least", title="remote devices", unit="per token",
+        misleads="From at most 65,536 tokens per layer and half of the documents."),
+    "cross_node": Column("float", "The same for nodes; 0 for one node.", chance="cross_node_chance", best="0",
+        title="remote nodes", unit="per token"),
+    "balancedness_chance": Column("float", "Balancedness of random placements."),
+    "batch_balancedness_chance": Column("float", "Balancedness per batch of random placements."),
+    "cross_device_chance": Column("float", "Remote devices per token of random placements."),
+    "cross_node_chance": Column("float", "Remote nodes per token of random placements."),
+    "cross_device_least": Column("float",
+        "Remote devices per token if all of a token's experts were on as few devices as have room for them.",
+        "⌈k/((n + R)/G)⌉ (1 − 1/G)"),
 }
 
 TABLES: dict[str, Table] = define_tables(
@@ -78,6 +113,12 @@ TABLES: dict[str, Table] = define_tables(
     Table("prefetch", "Recall of predicted experts per predictor, budget and layer; layer null: all.",
         ("predictor", "budget", "layer"),
         ("n_experts", "tokens", "choices", "recall", "low", "high", "optimum", "chance"),
+        optional=("layer",)),
+    Table("placement", "Balance and traffic of placements on devices, per method and layer; layer null: all.",
+        ("method", "layer"),
+        ("devices", "nodes", "redundant", "batch_tokens", "balancedness", "low", "high", "batch_balancedness",
+         "cross_device", "cross_node", "balancedness_chance", "batch_balancedness_chance",
+         "cross_device_chance", "cross_node_chance", "cross_device_least"),
         optional=("layer",)),
 )
 # fmt: on

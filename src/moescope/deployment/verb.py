@@ -20,6 +20,7 @@ from moescope.run import Run, open_run, place_run
 from moescope.verb import Verb
 
 if TYPE_CHECKING:
+    from moescope.deployment.placement import Cluster
     from moescope.deployment.tokens import TokenTrace
     from moescope.types import Array
 
@@ -32,8 +33,12 @@ def deploy(
     model: str | Path | None = None,
     slots: int | str | Iterable[int] = (),
     bandwidth: float | None = None,
+    gpus: int | None = None,
+    nodes: int = 1,
+    redundant: int = 0,
     out: str | Path | None = None,
     expert_bytes: int | None = None,
+    batch_tokens: int = 256,
     cold: bool = False,
     phase: Phase | None = None,
     seed: int = 0,
@@ -42,8 +47,8 @@ def deploy(
 ) -> Run:
     """Measure what serving a model costs, from a trace of its tokens.
 
-    Replays expert caches of several sizes and policies beside Belady's optimum, and measures how well a
-    token's experts can be predicted. No model is run. What is learned is tested on other documents.
+    Replays expert caches beside Belady's optimum, measures how well a token's experts can be predicted, and
+    places experts on devices. No model is run. What is learned is tested on other documents.
 
     Parameters
     ----------
@@ -55,6 +60,12 @@ def deploy(
         Experts per layer that a cache holds: 8,16,32.
     bandwidth : GB/S
         Speed of loading experts; adds milliseconds per token.
+    gpus : GPUS, default up to 8
+        Devices that share the experts of every layer.
+    nodes : NODES
+        Nodes that hold the devices.
+    redundant : COPIES
+        Copies of experts per layer beyond one each.
     out : DIR, default runs/deploy-TRACE-N
         Run folder to write.
 
@@ -62,6 +73,8 @@ def deploy(
     ----------------
     expert_bytes : BYTES
         Bytes per expert, where no model is given.
+    batch_tokens : TOKENS
+        Tokens per batch, for the balance of single batches.
     cold : bool
         Empty the caches at the start of every document.
     phase : PHASE, default decode where the trace has it
@@ -86,8 +99,10 @@ def deploy(
     for name, value in checked:
         if value is not None and not 0 < value < float("inf"):
             raise BadInput(f"{name} {value}: must be above 0")
-    if seed < 0:
-        raise BadInput(f"seed {seed}: must be at least 0")
+    least = {"gpus": (gpus, 1), "nodes": (nodes, 1), "redundant": (redundant, 0), "seed": (seed, 0)}
+    for name, (count, lowest) in {**least, "batch_tokens": (batch_tokens, 1)}.items():
+        if count is not None and count < lowest:
+            raise BadInput(f"{name} {count}: must be at least {lowest}")
     if model is not None and expert_bytes is not None:
         raise BadInput("--expert-bytes replaces --model; give one of them")
     if bandwidth is not None and model is None and expert_bytes is None:
@@ -115,8 +130,9 @@ def deploy(
     sizes = sizes or default_slots(tokens)
     check_slots(sizes, tokens)
     bytes_L = sizes_of_experts(tokens, moe, expert_bytes)
+    cluster = choose_cluster(tokens, given)
     with open_run(folder, VERB, identity, overwrite, VERB.command(given)) as writer:
-        tasks = table_tasks(tokens, given, sizes, bytes_L)
+        tasks = table_tasks(tokens, given, sizes, bytes_L, cluster)
         finished = writer.done_tasks()
         with progress(len(tokens.layers) * len(tasks), 0, "layers", quiet) as advance:
             for name, make in tasks.items():
@@ -129,9 +145,14 @@ def deploy(
 
 
 def table_tasks(
-    tokens: TokenTrace, given: dict[str, Any], slots: tuple[int, ...], bytes_L: Array | None
+    tokens: TokenTrace,
+    given: dict[str, Any],
+    slots: tuple[int, ...],
+    bytes_L: Array | None,
+    cluster: Cluster,
 ) -> dict[str, Callable[[Callable[[int], None]], dict[str, Any]]]:
     """Return what makes each table: name -> function of a callback for progress."""
+    from moescope.deployment.placement import placement_table
     from moescope.deployment.prefetch import prefetch_table
     from moescope.deployment.residency import residency_table
     from moescope.deployment.tokens import split_tokens
@@ -143,6 +164,9 @@ def table_tasks(
             "residency": residency_table(tokens, slots, splits, bytes_L, bandwidth, cold, advance)
         },
         "prefetch": lambda advance: {"prefetch": prefetch_table(tokens, splits, advance)},
+        "placement": lambda advance: {
+            "placement": placement_table(tokens, splits, cluster, given["seed"], advance)
+        },
     }
 
 
@@ -163,6 +187,22 @@ def check_slots(slots: tuple[int, ...], tokens: TokenTrace) -> None:
         )
     if slots[-1] > max(tokens.n_experts):
         raise BadInput(f"slots {slots[-1]}: a layer has {max(tokens.n_experts)} experts; give fewer")
+
+
+def choose_cluster(tokens: TokenTrace, given: dict[str, Any]) -> Cluster:
+    """Return the devices as given; by default the most up to 8 that the experts fill evenly."""
+    from moescope.deployment.placement import Cluster, check_cluster
+
+    nodes, redundant = given["nodes"], given["redundant"]
+    counts = [n + redundant for n in tokens.n_experts]
+    even = [
+        number
+        for number in range(1, 9)
+        if not any(count % number for count in counts) and number % nodes == 0
+    ]
+    cluster = Cluster(given["gpus"] or max(even, default=nodes), nodes, redundant, given["batch_tokens"])
+    check_cluster(cluster, tokens.n_experts)
+    return cluster
 
 
 def sizes_of_experts(tokens: TokenTrace, moe: Any, expert_bytes: int | None) -> Array | None:
