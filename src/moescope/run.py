@@ -51,7 +51,8 @@ if TYPE_CHECKING:
 Frames = dict[str, "pd.DataFrame"]
 RUN_JSON = "run.json"
 SHAPE = "fields"  # in run.json: the kinds of all other fields
-OWN_FILES = (RUN_JSON, REPORT)  # and the tables and files of the verb
+STREAMED = "streamed"  # folder of what a streamed run needs to continue at the layer it had reached
+OWN_FILES = (RUN_JSON, REPORT, STREAMED)  # and the tables and files of the verb
 TRAIN_LOCK = ".train.lock"  # of a training with its scan and trace, which the lock of one run does not cover
 
 
@@ -440,7 +441,7 @@ def open_run(
         except BaseException as error:
             if writer is None or writer.info.get("status") == "done":
                 pass
-            elif created and not writer.done_tasks():
+            elif created and not writer.done_tasks() and not (folder / STREAMED).exists():
                 clear_run(folder, verb)
             else:
                 status = "interrupted" if isinstance(error, KeyboardInterrupt) else "failed"

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -18,6 +18,7 @@ from moescope.errors import BadInput, printable
 
 if TYPE_CHECKING:
     from torch import Tensor
+    from torch import device as Device  # noqa: N812
 
 Array = NDArray[np.float64]
 Integers = NDArray[np.int64]
@@ -226,6 +227,13 @@ class Tokens:
     bucket_T: Tensor  # group of documents for the jackknife
     phase: str = "prefill"
     continues: bool = False  # whether rows continue those of the previous pass
+
+    def to(self, device: Device) -> Tokens:
+        """Return the tokens on a device; itself where it is there."""
+        if self.ids_T.device == device:
+            return self
+        moved = {name: value.to(device) for name, value in vars(self).items() if hasattr(value, "device")}
+        return replace(self, **moved)
 
 
 @dataclass(frozen=True)

@@ -92,7 +92,7 @@ class Block:
     def weight_ED(self) -> Tensor:
         weight = self.router.weight
         assert isinstance(weight, Tensor)
-        return weight
+        return present_value(self.router, "weight", weight)
 
     @property
     def device(self) -> torch.device:
@@ -105,7 +105,7 @@ class Block:
         """The router's weight where it has one row per expert, else None."""
         weight = getattr(self.router, "weight", None)
         fits = isinstance(weight, Tensor) and weight.dim() == 2 and weight.shape[0] == self.n_experts
-        return weight if fits else None
+        return self.weight_ED if fits else None
 
     @property
     def trained(self) -> list[Tensor]:
@@ -120,11 +120,22 @@ class Block:
             for_choosing = name.endswith("bias") and ("correction" in name or "expert_bias" in name)
             for_choosing = for_choosing or (self.hands_out and name == "bias_E")
             if for_choosing and tensor.numel() == self.n_experts and not name.startswith("experts."):
-                return tensor.detach().flatten().float()
+                module = self.module.get_submodule(name.rpartition(".")[0])
+                value = present_value(module, name.rpartition(".")[2], tensor)
+                return value.detach().flatten().float()
         return None
 
     def where(self) -> str:
         return f"layer {self.layer} ({self.name})"
+
+
+def present_value(module: nn.Module, name: str, tensor: Tensor) -> Tensor:
+    """Return a module's tensor; where accelerate holds it elsewhere between calls, a copy on its device."""
+    hook: Any = getattr(module, "_hf_hook", None)
+    for part in getattr(hook, "hooks", (hook,)) if tensor.is_meta else ():
+        if getattr(part, "weights_map", None) is not None:
+            return part.weights_map[name].to(part.execution_device)
+    return tensor
 
 
 def find_blocks(model: nn.Module) -> list[Block]:
@@ -380,11 +391,11 @@ def logits_dtype(block: Block) -> torch.dtype:
 
 def recomputed_logits(block: Block) -> Tensor:
     assert block.router_input is not None
-    bias = getattr(block.router, "bias", None)
-    x_TD = block.router_input.reshape(-1, block.weight_ED.shape[1]).float()
-    return nn.functional.linear(
-        x_TD, block.weight_ED.float(), bias.float() if isinstance(bias, Tensor) else None
-    )
+    bias, weight_ED = getattr(block.router, "bias", None), block.weight_ED
+    if isinstance(bias, Tensor):
+        bias = present_value(block.router, "bias", bias).float()
+    x_TD = block.router_input.reshape(-1, weight_ED.shape[1]).float()
+    return nn.functional.linear(x_TD, weight_ED.float(), bias)
 
 
 def relative_error(ours: Tensor, theirs: Tensor) -> float:

@@ -163,6 +163,8 @@ class Capture:
                 if self.check and not block.checked:
                     self.pending = decision
                 block.calls += 1
+                if self.tokens is not None:  # layers may be on several devices
+                    self.tokens = self.tokens.to(decision.chosen_TK.device)
                 self.consume(
                     Routing(
                         block.layer,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
@@ -12,7 +13,10 @@ from moescope.errors import BadInput
 from moescope.execution.adapters import Block
 from moescope.execution.capture import Capture
 from moescope.execution.documents import Batch, Document, batches, windows
+from moescope.execution.hidden_states import FileStates, MemoryStates
 from moescope.execution.models import TracedModel, named_failures
+from moescope.execution.scoring import Scoring
+from moescope.execution.streamed import StreamedModel
 from moescope.types import Routing
 
 
@@ -23,6 +27,7 @@ class Pass(NamedTuple):
     phase: str
     start: int
     stop: int
+    number: int = 0  # of the batch
 
     @property
     def is_last(self) -> bool:
@@ -44,9 +49,15 @@ class PassCollector:
     def see_document(self, document: Document) -> None:
         """Called when a document is read, before any of its tokens runs."""
 
+    def see_batches(self, batches: Sequence[Batch]) -> None:
+        """Called before a streamed run, which knows all batches: each then runs once per layer."""
+
     def begin_pass(self, current: Pass) -> None: ...
 
     def consume(self, routing: Routing, block: Block) -> None: ...
+
+    def pause_pass(self, current: Pass) -> None:
+        """Called in a streamed run when a pass stops after one layer; `begin_pass` continues it."""
 
     def end_pass(self, current: Pass, output: Any) -> None: ...
 
@@ -90,15 +101,119 @@ def collect(
 
     capture = Capture(traced.model, consume, runner=traced.runner)
     blocks = {block.layer: block for block in capture.blocks}
+    in_batches = (
+        Batch.of(rows, traced.padding) for rows in batches(windows(counted(), traced.window), batch_size)
+    )
     with capture:
-        for rows in batches(windows(counted(), traced.window), batch_size):
-            batch = Batch.of(rows, traced.padding)
-            size = int(batch.real_BL.sum())
+        if isinstance(traced, StreamedModel):
+            n_tokens = run_streamed(traced, capture, list(in_batches), phases, collectors, advance)
+            return Collected(n_documents, n_tokens, blocks)
+        for batch in in_batches:
+            size = batch.size
             n_tokens += size
             for phase in phases:
                 run_batch(traced, capture, batch, phase, pass_collectors)
                 advance(size)
     return Collected(n_documents, n_tokens, blocks)
+
+
+@torch.no_grad()
+def run_streamed(
+    traced: StreamedModel,
+    capture: Capture,
+    all_batches: list[Batch],
+    phases: tuple[str, ...],
+    collectors: Sequence[Collector],
+    advance: Callable[[int], None],
+) -> int:
+    """Run every batch through one layer after the other; return the number of tokens."""
+    if phases != ("prefill",):
+        raise BadInput("the decode phase needs the whole model; use --execution resident, or --phase prefill")
+    pass_collectors = [collector for collector in collectors if isinstance(collector, PassCollector)]
+    for collector in pass_collectors:
+        collector.see_batches(all_batches)
+    kinds = [type(collector).__name__ for collector in collectors]
+    states = traced.open_states([batch.ids_BL for batch in all_batches], kinds)
+    for record in states.records():
+        restore_part(record, capture.blocks, collectors)
+    n_tokens = sum(batch.size for batch in all_batches)
+    done = n_tokens * states.part
+    advance(done // traced.n_parts)
+    with traced.replaying(), only_resumable(states):
+        for part in traced.loaded_parts(states.part):
+            for number, batch in enumerate(all_batches):
+                current = Pass(batch, "prefill", 0, batch.ids_BL.shape[1], number)
+                for collector in pass_collectors:
+                    collector.begin_pass(current)
+                capture.tokens = batch.tokens(traced.device, "prefill", 0, current.stop)
+                with named_failures(traced):
+                    outputs, output = traced.run(
+                        prefill_inputs(traced, batch), states.get(number, traced.device)
+                    )
+                for collector in pass_collectors:
+                    if output is None:
+                        collector.pause_pass(current)
+                    else:
+                        collector.end_pass(current, output)
+                if output is None:
+                    states.put(number, outputs)
+                advance((done + batch.size) // traced.n_parts - done // traced.n_parts)
+                done += batch.size
+            if part < traced.n_parts - 1 and states.resumes:
+                names = {block.name for block in traced.weights.layers[part].blocks}
+                ran = [block for block in capture.blocks if block.name in names]
+                states.commit(part_record(ran, collectors))
+    states.remove()
+    return n_tokens
+
+
+@contextmanager
+def only_resumable(states: MemoryStates | FileStates) -> Iterator[None]:
+    """Leave hidden states behind after an error only where a run can resume from them."""
+    try:
+        yield
+    except BaseException:
+        if states.part == 0:
+            states.remove()
+        raise
+
+
+def part_record(blocks: list[Block], collectors: Sequence[Collector]) -> dict[str, Any]:
+    """Return what is known of a part's layers once all batches have passed: plain data for a file."""
+    record: dict[str, Any] = {}
+    for block in blocks:
+        scoring = None if block.scoring is None else vars(block.scoring)
+        rows = {name: tensor.detach().cpu() for name, tensor in block.router.state_dict().items()}
+        states = [layer_state(collector, block.layer) for collector in collectors]
+        record[str(block.layer)] = (scoring, block.logits_at, rows, states)
+    return record
+
+
+def restore_part(record: dict[str, Any], blocks: list[Block], collectors: Sequence[Collector]) -> None:
+    by_layer = {str(block.layer): block for block in blocks}
+    for layer, (scoring, logits_at, rows, states) in record.items():
+        block = by_layer[layer]
+        block.scoring = None if scoring is None else Scoring(**scoring)
+        block.logits_at, block.checked, block.calls = logits_at, True, 1
+        block.router.load_state_dict(rows, assign=True)
+        for collector, state in zip(collectors, states, strict=True):
+            restore_layer(collector, block.layer, state)
+
+
+def layer_state(collector: Any, layer: int) -> Any:
+    """Return what a collector holds of one layer: its own answer, or the layer's entries in its dicts."""
+    if hasattr(collector, "layer_state"):
+        return collector.layer_state(layer)
+    held = {name: value for name, value in vars(collector).items() if isinstance(value, dict)}
+    return {name: value[layer] for name, value in held.items() if layer in value}
+
+
+def restore_layer(collector: Any, layer: int, state: Any) -> None:
+    if hasattr(collector, "restore_layer"):
+        collector.restore_layer(layer, state)
+    else:
+        for name, value in state.items():
+            getattr(collector, name)[layer] = value
 
 
 def passes(batch: Batch, phase: str) -> Iterator[tuple[int, int]]:
@@ -119,18 +234,18 @@ def run_batch(
     collectors: Sequence[PassCollector] = (),
 ) -> None:
     """Run one batch in one phase. During a pass `capture.tokens` holds the pass's tokens."""
-    ids_BL = torch.from_numpy(batch.ids_BL).to(traced.device)
-    mask_BL = torch.from_numpy(batch.real_BL).to(traced.device).long()
+    whole = prefill_inputs(traced, batch)
+    ids_BL, mask_BL = whole["input_ids"], whole["attention_mask"]
     cache = None
     for start, stop in passes(batch, phase):
         current = Pass(batch, phase, start, stop)
         for collector in collectors:
             collector.begin_pass(current)
         capture.tokens = batch.tokens(traced.device, phase, start, stop)
-        inputs: dict[str, Any] = {"input_ids": ids_BL[:, start:stop], "attention_mask": mask_BL[:, :stop]}
-        if traced.two_stacks:  # both stacks read the document
-            inputs |= {f"decoder_{name}": tensor for name, tensor in inputs.items()}
-        inputs |= {"use_cache": True, "past_key_values": cache} if phase == "decode" else {"use_cache": False}
+        inputs = whole
+        if phase == "decode":
+            inputs = {"input_ids": ids_BL[:, start:stop], "attention_mask": mask_BL[:, :stop]}
+            inputs |= {"use_cache": True, "past_key_values": cache}
         with named_failures(traced):
             output = traced.runner(**inputs)
         cache = getattr(output, "past_key_values", None) if phase == "decode" else None
@@ -141,3 +256,14 @@ def run_batch(
             )
         for collector in collectors:
             collector.end_pass(current, output)
+
+
+def prefill_inputs(traced: TracedModel, batch: Batch) -> dict[str, Any]:
+    """Return the arguments of a forward pass over a whole batch."""
+    inputs: dict[str, Any] = {
+        "input_ids": torch.from_numpy(batch.ids_BL).to(traced.device),
+        "attention_mask": torch.from_numpy(batch.real_BL).to(traced.device).long(),
+    }
+    if traced.two_stacks:  # both stacks read the document
+        inputs |= {f"decoder_{name}": tensor for name, tensor in inputs.items()}
+    return {**inputs, "use_cache": False}

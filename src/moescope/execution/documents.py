@@ -157,6 +157,11 @@ class Batch:
             after[index, : n - 1], after[index, n - 1] = row.ids[1:], row.next_id
         return cls(rows, ids, after, real)
 
+    @property
+    def size(self) -> int:
+        """Tokens without padding."""
+        return int(self.real_BL.sum())
+
     def tokens(self, device: str, phase: str, start: int, stop: int) -> Tokens:
         """Return the tokens of columns `start` to `stop`."""
         length = stop - start

@@ -28,6 +28,8 @@ from moescope.errors import BadInput
 from moescope.execution.adapters import Apart, Ask, Asked, Decision, RouterReads
 from moescope.execution.model_names import checked_checkpoint
 from moescope.execution.models import MOST_GROWTH, TracedModel, check_finite
+from moescope.execution.streamed import load_streamed
+from moescope.execution.ways import Execution, choose_way, expect_whole, sharded_placement
 from moescope.processor import avoid_broken_amx
 from moescope.types import Routing
 
@@ -197,13 +199,28 @@ def load_any_model(
     device: str,
     prefer_transformers: bool = False,
     trust_remote_code: bool = False,
+    execution: Execution | None = None,
 ) -> TracedModel:
     """Load a lab checkpoint with the lab's decoder, any other model with transformers.
 
     With `prefer_transformers`, lab checkpoints in a layout that transformers supports are loaded with it too.
+    `execution` says how the model is to be run; without it, it is loaded whole onto the device.
     """
     from moescope.execution.models import load_model as load_transformers_model
 
+    how = execution or Execution()
     if is_own_layout(name) if prefer_transformers else is_lab_checkpoint(name):
+        if how.way not in ("auto", "resident"):
+            raise BadInput(f"{name}: models of the lab run resident; omit --execution {how.way}")
         return load_traced(name, dtype, device)
+    if execution is None:
+        return load_transformers_model(name, dtype, device, trust_remote_code)
+    checkpoint = checked_checkpoint(name)
+    way = choose_way(checkpoint, dtype, device, how)
+    if way == "streamed":
+        return load_streamed(name, dtype, device, trust_remote_code, how)
+    how.announce(expect_whole(name, way, checkpoint, dtype, device))
+    if way == "sharded":
+        place = sharded_placement(name, device, how.limit)
+        return load_transformers_model(name, dtype, device, trust_remote_code, place)
     return load_transformers_model(name, dtype, device, trust_remote_code)

@@ -4,19 +4,21 @@ from __future__ import annotations
 
 import logging as python_logging
 import os
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import cached_property
 from importlib import import_module
 from traceback import walk_tb
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
 from moescope.checkpoint import Checkpoint
+from moescope.checkpoint.files import FLOAT_DTYPES
 from moescope.errors import BadInput
 from moescope.execution.adapters import find_blocks
 from moescope.execution.capture import check_transformers
@@ -88,8 +90,34 @@ class TracedModel:
         return int(self.config.get_text_config().vocab_size)
 
 
-def load_model(name: str, dtype: str, device: str, trust_remote_code: bool = False) -> TracedModel:
-    """Load the model and tokenizer of a folder or hub id (owner/name, owner/name@revision).
+Traced = TypeVar("Traced", bound=TracedModel)
+
+
+@dataclass(frozen=True)
+class ModelSource:
+    """A model to load: its place, its config and class in transformers, and its checkpoint if readable."""
+
+    name: str
+    path: str
+    more: dict[str, Any]  # revision and trust, as transformers takes them
+    config: Any
+    kind: Any
+    checkpoint: Checkpoint | None
+
+    def precision(self, dtype: str) -> torch.dtype:
+        """Return the precision to compute in; auto: of the config, else as stored."""
+        if dtype != "auto":
+            return getattr(torch, dtype)
+        for config in (self.config, self.config.get_text_config()):
+            if isinstance(known := getattr(config, "dtype", None), torch.dtype):
+                return known
+        stored = Counter(info.dtype for info in (self.checkpoint.tensors if self.checkpoint else {}).values())
+        common = next((kind for kind, _ in stored.most_common() if kind in FLOAT_DTYPES.values()), "F32")
+        return getattr(torch, next(name for name, kind in FLOAT_DTYPES.items() if kind == common)[6:])
+
+
+def find_model(name: str, trust_remote_code: bool = False) -> ModelSource:
+    """Return what there is to load of a folder or hub id (owner/name, owner/name@revision); reads no weight.
 
     Python inside the checkpoint runs only with `trust_remote_code`.
     """
@@ -100,29 +128,53 @@ def load_model(name: str, dtype: str, device: str, trust_remote_code: bool = Fal
     more: dict[str, Any] = {"revision": revision} if revision else {}
     more["trust_remote_code"] = trust_remote_code
     checkpoint = checked_checkpoint(name)
+    with loading(name):
+        config = AutoConfig.from_pretrained(path, **more)
+        if not trust_remote_code:
+            check_no_hub_code(name, config)
+        kind = model_class(config, trust_remote_code)
+        if checkpoint is not None:
+            check_sizes(kind, config, checkpoint)
+    return ModelSource(name, path, more, config, kind, checkpoint)
+
+
+@contextmanager
+def loading(name: str) -> Iterator[None]:
+    """Turn what transformers raises on a damaged config or file into one line."""
     with quiet_transformers():
         try:
-            config = AutoConfig.from_pretrained(path, **more)
-            if not trust_remote_code:
-                check_no_hub_code(name, config)
-            kind = model_class(config, trust_remote_code)
-            if checkpoint is not None:
-                check_sizes(kind, config, checkpoint)
-            model, info = kind.from_pretrained(
-                path,
-                dtype=dtype if dtype == "auto" else getattr(torch, dtype),
-                output_loading_info=True,
-                **more,
-            )
+            yield
         except BadInput:
             raise
-        except Exception as error:  # whatever transformers raises on a damaged config or file
+        except Exception as error:
             if needs_code(error):
                 raise BadInput(f"{name}: the model {CODE_NEEDED}") from None
             raise BadInput(
                 f"{name}: transformers cannot load it ({cause(error)}); check config.json and the weights, "
                 "or give another model folder or hub id"
             ) from None
+
+
+def load_model(
+    name: str,
+    dtype: str,
+    device: str,
+    trust_remote_code: bool = False,
+    placement: dict[str, Any] | None = None,
+) -> TracedModel:
+    """Load a model and its tokenizer onto one device, or as accelerate's `placement` says.
+
+    `placement` are arguments of transformers' loading: device_map, max_memory, offload_folder.
+    """
+    source = find_model(name, trust_remote_code)
+    with loading(name):
+        model, info = source.kind.from_pretrained(
+            source.path,
+            dtype=dtype if dtype == "auto" else getattr(torch, dtype),
+            output_loading_info=True,
+            **source.more,
+            **(placement or {}),
+        )
         absent = sorted(info["missing_keys"])
         if absent:
             raise BadInput(
@@ -131,12 +183,16 @@ def load_model(name: str, dtype: str, device: str, trust_remote_code: bool = Fal
             )
     check_finite(model, name)
     avoid_broken_amx(device, any(weight.dtype in HALF for weight in model.parameters()))
-    model = model.to(device).eval()
-    traced = TracedModel(name, model, runner_of(model), None, device)
+    model = (model.to(device) if placement is None else model).eval()
+    return with_tokenizer(TracedModel(name, model, runner_of(model), None, device), source)
+
+
+def with_tokenizer(traced: Traced, source: ModelSource) -> Traced:
+    """Give the model its tokenizer, or the reason why it has none."""
     if traced.window < 1:
-        raise BadInput(f"{name}: config.json gives the model {traced.window} positions; correct it")
+        raise BadInput(f"{traced.name}: config.json gives the model {traced.window} positions; correct it")
     try:
-        traced.tokenizer = load_tokenizer(path, more)
+        traced.tokenizer = load_tokenizer(source.path, source.more)
     except BadInput as error:
         traced.no_tokenizer = f"{error}, or {GIVE_IDS}"
     return traced
@@ -171,8 +227,8 @@ def check_sizes(kind: Any, config: Any, checkpoint: Checkpoint) -> None:
 def check_finite(model: nn.Module, name: str) -> None:
     """Reject a model with NaN or Inf in its weights, naming the tensor on disk."""
     for weight_name, weight in model.named_parameters():
-        if weight.dtype not in (*HALF, torch.float32, torch.float64) or not weight.numel():
-            continue  # quantised: its scales are checked
+        if weight.dtype not in (*HALF, torch.float32, torch.float64) or not weight.numel() or weight.is_meta:
+            continue  # quantised: its scales are checked; on meta: accelerate holds it elsewhere
         if not torch.stack(weight.detach().aminmax()).isfinite().all():
             raise BadInput(f"{stored_defect(name) or f'{name}: {weight_name}'} {DEFECT}")
 

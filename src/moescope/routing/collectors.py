@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, NamedTuple
@@ -13,7 +13,7 @@ from torch import Tensor
 
 from moescope.execution.adapters import Block, adapter_of, find_blocks
 from moescope.execution.collect import Pass, PassCollector, collect
-from moescope.execution.documents import Document, Window
+from moescope.execution.documents import Batch, Document, Window
 from moescope.execution.models import TracedModel, predicted_tokens
 from moescope.routing.contexts import Contexts, TokenText
 from moescope.routing.counts_to_tables import Corpus, Traced
@@ -154,13 +154,27 @@ class TokenCollector(PassCollector):
         self.recorded: list[np.ndarray] = []  # of the batch: experts, and for the table gates and entropy
         self.largest: tuple[Array, Integers] | None = None  # of the batch: gates and columns, [L, B, E]
         self.predicted_BL: Integers = np.zeros((0, 0), dtype=np.int64)
+        self.below = 1.0  # in a streamed run: windows with larger draws do not end up in the sample
+        self.paused: dict[int, dict[int, tuple[Tensor, ...]]] = {}  # layer -> batch -> what was recorded
+
+    def see_batches(self, batches: Sequence[Batch]) -> None:
+        sample = Sample(self.sample.layers)
+        none = np.zeros(0, dtype=np.int64)
+        for batch in batches:
+            for window in batch.rows:
+                sample.add(window, none.reshape(0, 0, 1), none, none)
+        self.below = sample.threshold
+
+    def records(self, window: Window) -> bool:
+        """Whether the window's tokens are recorded; the same in all passes of a streamed run."""
+        return self.table.wanted or window.draw < min(self.below, self.sample.threshold)
 
     def begin_pass(self, current: Pass) -> None:
         if current.phase != self.phase:
             self.at = None
             return
         batch = current.batch
-        wanted = np.array([self.table.wanted or self.sample.wants(row) for row in batch.rows])
+        wanted = np.array([self.records(row) for row in batch.rows])
         real_BL = batch.real_BL[:, current.start : current.stop]
         self.positions, self.shape = np.flatnonzero(real_BL & wanted[:, None]), real_BL.shape
         self.at = torch.from_numpy(self.positions).to(self.traced.device) if len(self.positions) else None
@@ -180,7 +194,18 @@ class TokenCollector(PassCollector):
         places = largest_gates(chosen_TK, gates_TK, self.at, self.shape, self.contexts.widest)
         self.layers[routing.layer] = (*record, *places)
 
+    def pause_pass(self, current: Pass) -> None:
+        for layer, record in self.layers.items():
+            self.paused.setdefault(layer, {})[current.number] = tuple(part.cpu() for part in record)
+        self.layers = {}
+
     def end_pass(self, current: Pass, output: Any) -> None:
+        if self.paused:
+            self.layers = {
+                layer: held.pop(current.number)
+                for layer, held in self.paused.items()
+                if current.number in held
+            }
         if self.at is not None:
             parts = [self.layers[layer] for layer in sorted(self.layers)]
             stacked = (torch.stack(part).cpu().numpy() for part in zip(*parts, strict=True))

@@ -20,13 +20,14 @@ from moescope.execution.model_names import (
     step_names,
 )
 from moescope.execution.texts import ReadSettings, Source, check_not_empty, sources
+from moescope.execution.ways import Execution, Way, parse_size
 from moescope.progress import progress
 from moescope.routing.expert_maps import map_methods
 from moescope.routing.figures_steps import FIGURES
 from moescope.routing.report import guide, sections, select, summary
 from moescope.routing.report_map import experts, measures, strips
 from moescope.routing.tables import TRACE_TABLES
-from moescope.run import Run, RunWriter, open_run, place_run
+from moescope.run import STREAMED, Run, RunWriter, open_run, place_run
 from moescope.storage import leftover_name
 from moescope.verb import Verb
 
@@ -61,6 +62,8 @@ def trace(
     batch_size: int = 8,
     chat_template: bool = False,
     trust_remote_code: bool = False,
+    execution: Way = "auto",
+    memory: str | None = None,
     device: str = "auto",
     seed: int = 0,
     overwrite: bool = False,
@@ -112,6 +115,10 @@ def trace(
         Read each document as a user's message.
     trust_remote_code : bool
         Run the Python code that the checkpoint brings with it.
+    execution : WAY
+        resident: whole model on one device; sharded: over all GPUs and the CPU; streamed: layer by layer.
+    memory : SIZE, default most of what is free
+        Memory that the run may take, such as 8GB; beyond it, hidden states go to files.
     seed : int
         Seed of permutations.
     overwrite : bool
@@ -138,6 +145,8 @@ def trace(
     one_of("dtype", dtype, get_args(Dtype))
     one_of("maps", maps, get_args(Maps))
     methods = map_methods(maps)
+    one_of("execution", execution, get_args(Way))
+    memory_bytes = parse_size("--memory", memory)
     if recorded is not None:
         if text or domain or token_ids or revisions:
             raise BadInput("--recorded replaces the text; give one or the other")
@@ -168,13 +177,20 @@ def trace(
     settings = TraceSettings(*reads, phases, save_tokens, methods, seed)
     with open_run(folder, VERB, identity, overwrite, VERB.command(given)) as writer:
         writer.save_info(device=place)
+        how = Execution(
+            execution,
+            memory_bytes,
+            folder / STREAMED,
+            quiet,
+            lambda expected: writer.save_info(execution=expected),
+        )
         done_tasks = writer.done_tasks()
         total = max_tokens and max_tokens * len(steps) * len(phases)
         with progress(total, 0, "tokens", quiet) as advance:
             for number, name in steps:
                 if task_name(number) not in done_tasks:
                     label = f"step {number}" if len(steps) > 1 else short_name(name)
-                    trace_step(writer, number, name, reading, settings, place, partial(advance, label))
+                    trace_step(writer, number, name, reading, settings, place, how, partial(advance, label))
         return finish(writer, [number for number, _ in steps], save_tokens, device_warnings(device))
 
 
@@ -185,6 +201,7 @@ def trace_step(
     reading: list[Source],
     settings: TraceSettings,
     device: str,
+    how: Execution,
     advance: Callable[[int], None],
 ) -> None:
     """Run one model over the text; its tables are on disk before the next model is loaded."""
@@ -194,7 +211,7 @@ def trace_step(
     from moescope.routing.collectors import trace_model
 
     with writer.timed("load"):
-        traced = load_any_model(name, settings.dtype, device, trust_remote_code=settings.trust_remote_code)
+        traced = load_any_model(name, settings.dtype, device, False, settings.trust_remote_code, how)
     if settings.chat_template and not getattr(traced.tokenizer, "chat_template", None):
         raise BadInput(f"{name}: its tokenizer has no chat template; leave --chat-template out")
     if "decode" in settings.phases and traced.two_stacks:
@@ -271,5 +288,5 @@ VERB = Verb(
     experts=experts,
     view_label="Step and phase",
     opens_last=True,
-    incidental=frozenset({"batch_size"}),
+    incidental=frozenset({"batch_size", "execution", "memory"}),
 )

@@ -50,6 +50,8 @@ OF_A_MODEL_RUN = (
     "batch_size",
     "chat_template",
     "trust_remote_code",
+    "execution",
+    "memory",
 )
 
 

@@ -1,0 +1,280 @@
+"""A model of transformers without weights, whose layers are read from the checkpoint one at a time."""
+
+from __future__ import annotations
+
+import inspect
+import threading
+from collections.abc import Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass, field, replace
+from math import prod
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from moescope.checkpoint import Checkpoint
+from moescope.checkpoint.files import Index
+from moescope.errors import BadInput
+from moescope.execution.adapters import Block, find_blocks
+from moescope.execution.models import DEFECT, HALF, cause, runner_of
+
+FLOATS = (*HALF, torch.float32, torch.float64)
+
+
+class CountedFiles:
+    """The files of a checkpoint, with a counter of the bytes read from them."""
+
+    def __init__(self, files: Any):
+        self.files, self.bytes_read, self.lock = files, 0, threading.Lock()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.files, name)
+
+    def read(self, name: str, tensor: str, index: Index = None) -> Tensor:
+        value: Tensor = self.files.read(name, tensor, index)
+        with self.lock:
+            self.bytes_read += value.nbytes
+        return value
+
+
+@dataclass(frozen=True)
+class LazyWeight:
+    """A tensor of the checkpoint that is read, and decoded if quantised, when transformers slices it."""
+
+    checkpoint: Checkpoint
+    name: str
+
+    def __getitem__(self, index: Any) -> Tensor:
+        value = self.checkpoint.read(self.name)
+        how = self.checkpoint.packed.get(self.name)
+        if how is not None and any(part.endswith("_blocks") for part in how.parts):
+            value = value.mT.contiguous()  # GPT-OSS packs [out, in] and computes with [in, out]
+        return value
+
+
+@dataclass(frozen=True)
+class Layer:
+    """One layer of a stack: `prefix` begins the names of its tensors in the model."""
+
+    stack: str
+    prefix: str
+    module: nn.Module
+    blocks: tuple[Block, ...] = ()
+
+
+@dataclass
+class LayerWeights:
+    """The skeleton of a model on the meta device, and where every part of its weights is stored.
+
+    Parts are the layers in the order in which they run, by number, then "outer" (embeddings, norms, whatever
+    else the decoder has) and "head". transformers itself renames, converts and sets the tensors.
+    """
+
+    name: str
+    model: Any
+    runner: Any
+    checkpoint: Checkpoint
+    dtype: torch.dtype
+    device: str
+    layers: list[Layer]
+    names: dict[int | str, list[str]]  # part -> tensors of the checkpoint
+    absent: frozenset[str]  # names in the model without a tensor of their own: they are tied to others
+    config: Any = field(repr=False)  # of transformers' loading
+    loaded: set[int | str] = field(default_factory=set)
+
+    @property
+    def bytes_read(self) -> int:
+        return int(self.checkpoint.files.bytes_read)  # type: ignore[attr-defined]
+
+    def bytes_of(self, part: int | str) -> int:
+        """Return the size of a part in memory."""
+        shapes = (self.checkpoint.tensors[name].shape for name in self.names[part])
+        return sum(map(prod, shapes)) * self.dtype.itemsize
+
+    def load(self, part: int | str) -> None:
+        """Read a part's weights and put them on the device."""
+        from transformers.core_model_loading import convert_and_load_state_dict_in_model as convert
+
+        if part in self.loaded:
+            return
+        weights = {name: LazyWeight(self.checkpoint, name) for name in self.names[part]}
+        more = {"tp_plan": None} if "tp_plan" in inspect.signature(convert).parameters else {}
+        try:
+            info, _ = convert(self.model, weights, self.config, **more)
+        except BadInput:
+            raise
+        except Exception as error:  # whatever transformers raises on tensors that do not fit
+            raise BadInput(self.unusable(part, cause(error))) from None
+        problems = [*info.conversion_errors.values(), *(str(entry) for entry in info.mismatched_keys)]
+        if problems:
+            raise BadInput(self.unusable(part, problems[0].strip().splitlines()[-1][:160]))
+        if part == "outer":
+            self.model.tie_weights(missing_keys=set(self.absent), recompute_mapping=False)
+        moved: dict[int, Tensor] = {}  # tied weights stay one tensor
+        for module, attribute, tensor in list(self.tensors_of(part)):
+            if tensor.is_meta:
+                raise BadInput(self.unusable(part, f"{attribute} of {type(module).__name__} is missing"))
+            checkable = tensor.dtype in FLOATS and tensor.numel()
+            if checkable and not torch.stack(tensor.detach().aminmax()).isfinite().all():
+                raise BadInput(f"{self.defect(part)} {DEFECT}")
+            placed = moved.setdefault(tensor.data_ptr(), tensor.detach().to(self.device))
+            self.replace_tensor(module, attribute, placed)
+        self.checkpoint.release()
+        self.loaded.add(part)
+
+    def free(self, part: int | str) -> None:
+        """Drop a part's weights; routers, which are small, stay on the CPU."""
+        routers = {block.router for layer in self.layers_of(part) for block in layer.blocks}
+        for module, attribute, tensor in list(self.tensors_of(part)):
+            place = "cpu" if module in routers else "meta"
+            self.replace_tensor(module, attribute, tensor.detach().to(place))
+        self.loaded.discard(part)
+
+    def layers_of(self, part: int | str) -> list[Layer]:
+        return [self.layers[part]] if isinstance(part, int) else []
+
+    def tensors_of(self, part: int | str) -> Iterator[tuple[nn.Module, str, Tensor]]:
+        """Yield the part's parameters and stored buffers: their module, their name in it, their value."""
+        if isinstance(part, int):
+            roots, excluded = [self.layers[part].module], set[nn.Module]()
+        else:
+            head = self.head()
+            of_head = set(head.modules()) if head is not None else set()
+            of_layers = {module for layer in self.layers for module in layer.module.modules()}
+            roots = [self.runner] if part == "outer" else [head] if head is not None else []
+            excluded = of_layers | of_head if part == "outer" else set()
+        for root in roots:
+            for module in root.modules():
+                if module in excluded:
+                    continue
+                temporary = module._non_persistent_buffers_set
+                own = {**module._parameters, **module._buffers}
+                for attribute, tensor in own.items():
+                    if tensor is not None and attribute not in temporary:
+                        yield module, attribute, tensor
+
+    def replace_tensor(self, module: nn.Module, attribute: str, value: Tensor) -> None:
+        if attribute in module._parameters:
+            module._parameters[attribute] = nn.Parameter(value, requires_grad=False)
+        else:
+            module._buffers[attribute] = value
+
+    def head(self) -> nn.Module | None:
+        return output_embeddings(self.model)
+
+    def unusable(self, part: int | str, why: str) -> str:
+        where = f"layer {part}" if isinstance(part, int) else f"the {part} weights"
+        return f"{self.name}: {where} cannot be loaded ({why}); check config.json against the weights"
+
+    def defect(self, part: int | str) -> str:
+        """Return file and name of the part's first stored tensor with NaN or Inf."""
+        for name in self.names[part]:
+            if not self.checkpoint.read(name).isfinite().all():
+                return f"{self.checkpoint.tensors[name].file}: tensor {name}"
+        return f"{self.name}: a weight of layer {part}"
+
+
+def output_embeddings(model: Any) -> nn.Module | None:
+    return model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
+
+
+def read_by_layer(
+    name: str, kind: Any, config: Any, checkpoint: Checkpoint, dtype: torch.dtype, device: str
+) -> LayerWeights:
+    """Build the skeleton of a model and plan which tensors each of its layers needs; reads headers only."""
+    from transformers.conversion_mapping import get_model_conversion_mapping
+    from transformers.modeling_utils import LoadStateDictConfig
+
+    with ExitStack() as contexts:
+        for context in kind.get_init_context(dtype, False, False, None):
+            contexts.enter_context(context)
+        model = kind(config)
+    model.eval()
+    restore_buffers(model)
+    runner = runner_of(model)
+    layers = stacked_layers(name, model, runner)
+    mapping: list[Any] = get_model_conversion_mapping(model)
+    counted = replace(checkpoint, files=CountedFiles(checkpoint.files))
+    loading = LoadStateDictConfig(
+        pretrained_model_name_or_path=name,
+        device_map={"": "cpu"},
+        dtype=dtype,
+        dtype_plan=model._get_dtype_plan(dtype),
+        weight_mapping=mapping,
+    )
+    names, absent = assign_tensors(model, runner, layers, mapping, checkpoint)
+    return LayerWeights(name, model, runner, counted, dtype, device, layers, names, absent, loading)
+
+
+def restore_buffers(model: Any) -> None:
+    """Compute the buffers that no checkpoint holds, such as rotary frequencies, on the CPU.
+
+    transformers computes them when it initialises weights; what is marked as initialised stays as it is.
+    """
+    for tensor in (*model.parameters(), *model.buffers()):
+        tensor._is_hf_initialized = True
+    model._move_missing_keys_from_meta_to_device(set(), {"": "cpu"}, None, None)
+    model.initialize_weights()
+
+
+def stacked_layers(name: str, model: nn.Module, runner: nn.Module) -> list[Layer]:
+    """Return the layers of every stack in the order in which they run: an encoder's before a decoder's."""
+    paths = {module: path for path, module in model.named_modules()}
+    blocks = find_blocks(model)
+    stacks: list[nn.ModuleList] = []
+    for module in runner.modules():
+        inside = any(module in set(stack.modules()) for stack in stacks)
+        if isinstance(module, nn.ModuleList) and not inside:
+            within = set(module.modules())
+            if any(block.module in within for block in blocks):
+                stacks.append(module)
+    layers = []
+    for stack in stacks:
+        for part in stack:
+            within = set(part.modules())
+            own = tuple(block for block in blocks if block.module in within)
+            layers.append(Layer(paths[stack], f"{paths[part]}.", part, own))
+    if {id(block.module) for layer in layers for block in layer.blocks} != {id(b.module) for b in blocks}:
+        kind = getattr(getattr(model, "config", None), "model_type", type(model).__name__)
+        raise BadInput(
+            f"{name}: the decoder of model type {kind!r} is not a list of layers, so it cannot be streamed; "
+            "use --execution sharded"
+        )
+    return layers
+
+
+def assign_tensors(
+    model: Any, runner: nn.Module, layers: list[Layer], mapping: list[Any], checkpoint: Checkpoint
+) -> tuple[dict[int | str, list[str]], frozenset[str]]:
+    """Return which tensors of the checkpoint each part needs, and the model's names that get none."""
+    from transformers.core_model_loading import WeightConverter, WeightRenaming, dot_natural_key
+    from transformers.core_model_loading import rename_source_key as rename
+
+    known = model.state_dict()
+    renamings = [entry for entry in mapping if isinstance(entry, WeightRenaming)]
+    converters = [entry for entry in mapping if isinstance(entry, WeightConverter)]
+    paths = {module: path for path, module in model.named_modules()}
+    outer = f"{paths[runner]}." if paths[runner] else ""
+    head = output_embeddings(model)
+    of_head = f"{paths[head]}." if head is not None else None
+    tied = {name for pair in model.all_tied_weights_keys.items() for name in pair}
+    absent = set(known)
+    names: dict[int | str, list[str]] = {"outer": [], "head": [], **{at: [] for at in range(len(layers))}}
+    prefixes = {layer.prefix: at for at, layer in enumerate(layers)}
+    for name in sorted(checkpoint.tensors, key=dot_natural_key):
+        target, _ = rename(name, renamings, converters, model.base_model_prefix, known)
+        if target not in known and name in known:
+            target, _ = rename(name, [], [], model.base_model_prefix, known)
+        if target not in known:
+            continue  # such as layers of multi-token prediction
+        absent.discard(target)
+        at = next((at for prefix, at in prefixes.items() if target.startswith(prefix)), None)
+        if at is not None:
+            names[at].append(name)
+        elif target.startswith(outer) or target in tied:
+            is_head = of_head is not None and target.startswith(of_head) and target not in tied
+            names["head" if is_head else "outer"].append(name)
+        elif of_head is not None and target.startswith(of_head):
+            names["head"].append(name)
+    return names, frozenset(absent)

@@ -1,0 +1,320 @@
+"""Streamed and sharded runs against resident ones: the same choices, from weights read once."""
+
+from __future__ import annotations
+
+import json
+import resource
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+import moescope
+from families.test_parity import KINDS
+from moescope import storage
+from moescope.checkpoint import open_checkpoint
+from moescope.errors import BadInput
+from moescope.execution.documents import Document
+from moescope.execution.hidden_states import FileStates
+from moescope.execution.models import load_model
+from moescope.execution.streamed import StreamedModel, load_streamed
+from moescope.execution.ways import Execution, choose_way, parse_size
+from moescope.routing.collectors import trace_model
+from moescope.routing.counts_to_tables import Traced
+from routing.tiny_text import save_model, texts, write_jsonl
+
+QUICK = {"mixtral", "deepseek_v3", "gpt_oss", "jamba", "qwen3_next", "switch_transformers"}
+FAULTY = {
+    "nllb-moe"
+}  # this version of transformers runs the wrong experts, so resident runs are rejected too
+
+
+def documents(count: int = 16, seed: int = 0) -> list[Document]:
+    """Documents of different lengths, so that most batches have padding."""
+    draw = np.random.default_rng(seed)
+    return [
+        Document(number, number % 2, draw.integers(3, 64, draw.integers(3, 40))) for number in range(count)
+    ]
+
+
+def traced_alike(resident: Traced, streamed: Traced) -> None:
+    """All integers are equal; sums of gates may differ in rounding, since weights are aligned otherwise."""
+    assert len(resident.counts) == len(streamed.counts) > 0
+    for ours, theirs in zip(streamed.counts, resident.counts, strict=True):
+        assert (ours.layer, ours.layer_name, ours.k) == (theirs.layer, theirs.layer_name, theirs.k)
+        for name in ("counts_MBE", "pairs_EE", "first_ME"):
+            assert np.array_equal(getattr(ours, name), getattr(theirs, name)), name
+        np.testing.assert_allclose(ours.sums_MBS, theirs.sums_MBS, rtol=1e-4, atol=1e-5)
+        np.testing.assert_allclose(ours.gate_weight_MBE, theirs.gate_weight_MBE, rtol=1e-5)
+    assert np.array_equal(streamed.probe.chosen_LTK, resident.probe.chosen_LTK)
+    assert np.array_equal(streamed.probe.predicted_T, resident.probe.predicted_T)
+    assert streamed.scoring == resident.scoring
+    for layer, rows_ED in resident.routers.items():
+        assert np.array_equal(streamed.routers[layer], rows_ED)
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [
+        pytest.param(kind, marks=[] if kind in QUICK else [pytest.mark.slow])
+        for kind in sorted(set(KINDS) - FAULTY)
+    ],
+)
+def test_streamed_counts_equal_resident_ones_in_every_family(tmp_path, kind):
+    folder = str(save_model(tmp_path, kind, tokenizer=False))
+    both = [
+        trace_model(load(folder, "float32", "cpu"), ["a", "b"], documents(), ("prefill",), 4)
+        for load in (load_model, load_streamed)
+    ]
+    traced_alike(*both)
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("streamed")
+    save_model(folder / "mixtral")
+    write_jsonl(folder / "a.jsonl", texts(30, seed=0))
+    write_jsonl(folder / "b.jsonl", texts(30, seed=1, first=25, words=25))
+    return folder
+
+
+def trace(place: Path, out: Path, **options):
+    domains = [f"{name}={place / name}.jsonl" for name in "ab"]
+    return moescope.trace(place / "mixtral", domain=domains, out=out, device="cpu", quiet=True, **options)
+
+
+def test_all_tables_of_a_streamed_trace_are_those_of_a_resident_one(place, tmp_path):
+    runs = [trace(place, tmp_path / way, execution=way, save_tokens=True) for way in ("resident", "streamed")]
+    assert runs[0].tables == runs[1].tables
+    for name in runs[0].tables:
+        assert runs[0].table(name).equals(runs[1].table(name)), name
+    assert [run.info["execution"][0]["way"] for run in runs] == ["resident", "streamed"]
+
+
+@pytest.mark.parametrize("batch_size", [1, 100])
+def test_weights_are_read_once_whatever_the_number_of_batches(tmp_path, batch_size):
+    folder = save_model(tmp_path, "qwen3_moe", tokenizer=False)
+    model = load_streamed(str(folder), "auto", "cpu")
+    trace_model(model, ["a", "b"], documents(60), ("prefill",), batch_size)
+    size = open_checkpoint(folder).bytes()
+    assert 0.8 * size < model.weights.bytes_read <= 1.02 * size
+
+
+def test_one_layer_and_the_next_have_weights_while_a_layer_runs(tmp_path):
+    model = load_streamed(str(save_model(tmp_path, "mixtral", tokenizer=False)), "auto", "cpu")
+    held = []
+    for layer in model.weights.layers:
+        layer.blocks[0].experts.register_forward_pre_hook(
+            lambda *_: held.append(
+                [
+                    number
+                    for number, each in enumerate(model.weights.layers)
+                    if not next(each.blocks[0].experts.parameters()).is_meta
+                ]
+            )
+        )
+    trace_model(model, ["a", "b"], documents(), ("prefill",), 4)
+    assert all(set(numbers) <= {min(numbers), min(numbers) + 1} for numbers in held)
+    assert [min(numbers) for numbers in held] == sorted(min(numbers) for numbers in held)
+    assert all(next(layer.blocks[0].experts.parameters()).is_meta for layer in model.weights.layers)
+
+
+# --- hidden states in files
+
+
+@pytest.fixture(scope="module")
+def in_memory(place, tmp_path_factory):
+    return trace(place, tmp_path_factory.mktemp("runs") / "memory", execution="streamed")
+
+
+@pytest.fixture(scope="module")
+def too_little(place) -> str:
+    """Memory for the layers and nothing else."""
+    return str(load_streamed(str(place / "mixtral"), "auto", "cpu").expect(0).memory_bytes)
+
+
+def equal_tables(run, other) -> None:
+    assert run.tables == other.tables
+    for name in run.tables:
+        assert run.table(name).equals(other.table(name)), name
+
+
+def test_hidden_states_in_files_change_no_number_and_are_removed(place, tmp_path, in_memory, too_little):
+    run = trace(place, tmp_path / "run", execution="streamed", memory=too_little)
+    equal_tables(run, in_memory)
+    assert in_memory.info["execution"][0]["disk_bytes"] == 0 < run.info["execution"][0]["disk_bytes"]
+    assert not (run.path / "streamed").exists()
+
+
+@pytest.mark.parametrize("kind", ["switch_transformers", "glm_moe_dsa"])
+def test_states_of_several_tensors_and_stacks_survive_a_file(tmp_path, kind):
+    folder = str(save_model(tmp_path / "model", kind, tokenizer=False))
+    execution = Execution("streamed", 10**12, tmp_path / "states")
+    traced = []
+    for resumes in (False, True):
+        model = load_streamed(folder, "float32", "cpu", execution=execution)
+        if resumes:
+            model.open_states = lambda ids, kinds: FileStates(tmp_path / "states", "key")
+        traced.append(trace_model(model, ["a", "b"], documents(), ("prefill",), 4))
+    traced_alike(*traced)
+
+
+@pytest.mark.parametrize("layer", [0, 1, 2])
+def test_an_interrupted_trace_resumes_at_its_layer(
+    place, tmp_path, in_memory, too_little, monkeypatch, layer
+):
+    """With all tables equal, those of single tokens included."""
+    own, started = FileStates.put, []
+
+    def interrupted(states, batch, value):
+        if states.part == layer and batch == 1:
+            raise KeyboardInterrupt
+        own(states, batch, value)
+
+    with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
+        patched.setattr(FileStates, "put", interrupted)
+        trace(place, tmp_path / "run", execution="streamed", memory=too_little, batch_size=3)
+    assert (tmp_path / "run" / "streamed").exists() == (layer > 0)
+
+    def loaded_parts(model, first=0):
+        started.append(first)
+        return own_parts(model, first)
+
+    own_parts = StreamedModel.loaded_parts
+    monkeypatch.setattr(StreamedModel, "loaded_parts", loaded_parts)
+    run = trace(place, tmp_path / "run", execution="streamed", memory=too_little, batch_size=3)
+    assert started == [layer]
+    equal_tables(run, trace(place, tmp_path / "other", execution="resident", batch_size=3))
+
+
+def test_states_of_other_batches_are_not_resumed(place, tmp_path, in_memory, too_little, monkeypatch):
+    own = FileStates.put
+
+    def interrupted(states, batch, value):
+        if states.part == 1:
+            raise KeyboardInterrupt
+        own(states, batch, value)
+
+    with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
+        patched.setattr(FileStates, "put", interrupted)
+        trace(place, tmp_path / "run", execution="streamed", memory=too_little, batch_size=3)
+    equal_tables(trace(place, tmp_path / "run", execution="streamed", memory=too_little), in_memory)
+
+
+@pytest.mark.parametrize("how", ["failpoint", "limit"])
+def test_a_full_disk_is_one_line_and_the_run_resumes(place, tmp_path, in_memory, too_little, how):
+    """The disk fills up while the second layer's outputs are written."""
+    own = FileStates.put
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+
+    def put(states, batch, value):
+        if states.part == 1 and batch == 2:
+            if how == "failpoint":
+                storage.failpoint = storage.Failpoint("full:1")
+            else:
+                resource.setrlimit(resource.RLIMIT_FSIZE, (states.end + 100, limits[1]))
+        own(states, batch, value)
+
+    try:
+        with pytest.MonkeyPatch.context() as patched, pytest.raises(BadInput) as full:
+            patched.setattr(FileStates, "put", put)
+            trace(place, tmp_path / "run", execution="streamed", memory=too_little)
+    finally:
+        storage.failpoint = None
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert "states-0: cannot be written" in str(full.value)
+    assert "resume" in str(full.value)
+    manifest = json.loads((tmp_path / "run" / "streamed" / "manifest.json").read_text())
+    assert manifest["part"] == 1
+    assert json.loads((tmp_path / "run" / "run.json").read_text())["status"] in ("running", "failed")
+    equal_tables(trace(place, tmp_path / "run", execution="streamed", memory=too_little), in_memory)
+
+
+# --- the choice
+
+
+def test_auto_takes_the_first_way_that_fits(tmp_path):
+    checkpoint = open_checkpoint(save_model(tmp_path, "mixtral", tokenizer=False))
+    needed = 1.1 * sum(info.parameters for info in checkpoint.tensors.values())
+
+    def chosen(memory: float, dtype: str = "float32") -> str:
+        return choose_way(checkpoint, dtype, "cpu", Execution("auto", int(memory)))
+
+    assert chosen(4 * needed + 9) == "resident"
+    assert chosen(4 * needed - 9) == "streamed"
+    assert chosen(2 * needed + 9, "bfloat16") == "resident"
+    assert choose_way(checkpoint, "auto", "cpu", Execution("streamed", 10**12)) == "streamed"
+
+
+@pytest.mark.parametrize(
+    ("text", "count"), [("8GB", 8 * 10**9), ("500mb", 5 * 10**8), ("1.5 GiB", 3 * 2**29), ("12", 12)]
+)
+def test_sizes_are_read_as_people_write_them(text, count):
+    assert parse_size("--memory", text) == count
+
+
+@pytest.mark.parametrize("text", ["", "8 apples", "-1GB", "0GB"])
+def test_what_is_no_size_is_one_line(text):
+    with pytest.raises(BadInput, match="--memory"):
+        parse_size("--memory", text)
+
+
+def test_a_layer_larger_than_the_memory_is_rejected_before_anything_is_read(place, tmp_path):
+    with pytest.raises(BadInput, match=r"needs at least .* give --memory 1MB"):
+        trace(place, tmp_path / "run", execution="streamed", memory="20KB")
+    assert not (tmp_path / "run").exists()
+
+
+def test_the_decode_phase_needs_the_whole_model(place, tmp_path):
+    with pytest.raises(BadInput, match="--execution resident"):
+        trace(place, tmp_path / "run", execution="streamed", phase="decode")
+
+
+def test_a_weight_that_is_not_finite_is_named(tmp_path):
+    from safetensors.torch import load_file, save_file
+
+    file = save_model(tmp_path, "mixtral", tokenizer=False) / "model.safetensors"
+    tensors = load_file(file)
+    broken = "model.layers.1.self_attn.q_proj.weight"
+    tensors[broken][0, 0] = torch.nan
+    save_file(tensors, file, metadata={"format": "pt"})
+    with pytest.raises(BadInput, match=broken):
+        trace_model(load_streamed(str(tmp_path), "auto", "cpu"), ["a", "b"], documents(), ("prefill",), 4)
+
+
+def test_layers_that_share_state_are_rejected_by_name(tmp_path):
+    model = load_streamed(str(save_model(tmp_path, "mixtral", tokenizer=False)), "auto", "cpu")
+    layer = model.weights.layers[1].module
+    shared: dict[str, int] = {}
+    own = type(layer).forward
+
+    class Sharing(type(layer)):
+        def forward(self, hidden_states, *args, **kwargs):
+            kwargs.pop("shared")["key"] = 1
+            return own(self, hidden_states, *args, **kwargs)
+
+    layer.__class__ = Sharing
+    layer.register_forward_pre_hook(
+        lambda module, args, kwargs: (args, {**kwargs, "shared": shared}), with_kwargs=True
+    )
+    with pytest.raises(BadInput, match=r"'mixtral' cannot be streamed .*share state.*--execution sharded"):
+        trace_model(model, ["a", "b"], documents(), ("prefill",), 4)
+
+
+# --- sharded
+
+
+@pytest.mark.parametrize("kind", ["mixtral", "deepseek_v3", "gpt_oss"])
+def test_a_model_over_memory_and_disk_gives_the_counts_of_a_resident_one(tmp_path, kind):
+    folder = str(save_model(tmp_path / "model", kind, tokenizer=False))
+    n_layers = json.loads((tmp_path / "model" / "config.json").read_text())["num_hidden_layers"]
+    places = {"model.embed_tokens": "cpu", "model.norm": "cpu", "model.rotary_emb": "cpu", "lm_head": "cpu"}
+    places |= {f"model.layers.{at}": "disk" if at else "cpu" for at in range(n_layers)}
+    placement = {"device_map": places, "offload_folder": str(tmp_path / "offloaded")}
+    sharded = load_model(folder, "float32", "cpu", placement=placement)
+    assert any(weight.is_meta for weight in sharded.model.parameters())
+    resident = load_model(folder, "float32", "cpu")
+    traced_alike(
+        *(trace_model(model, ["a", "b"], documents(), ("prefill",), 4) for model in (resident, sharded))
+    )
