@@ -11,6 +11,7 @@ from moescope.plotting.style import (
     CATEGORICAL,
     base_layout,
     byte_size,
+    category_style,
     grey_line,
     k_axis,
     layer_axis,
@@ -312,7 +313,7 @@ def placement_balance(tables: Tables) -> Figure:
         base_layout("layer", "mean load/max load", xaxis=layer_axis(numbers), yaxis={"range": [0, 1.05]}),
         Slider("over", ["all tokens", f"batches of {tokens:,}"], 0, len(METHOD_STYLES) + 2, captions),
         height=400,
-        details="1: every device has the same load. Placements are tested on other documents than they learned.",
+        details="1: every device has the same load. Tested on other documents than those learned from.",
     )
 
 
@@ -360,4 +361,95 @@ PLACEMENT = [
     FigureSpec("placement_balance", ("placement",), placement_balance),
     FigureSpec("placement_traffic", ("placement",), placement_traffic),
 ]
-FIGURES = [*RESIDENCY, *PREFETCH, *PLACEMENT]
+
+
+# --- coverage
+
+
+def coverage_documents(tables: Tables) -> Figure:
+    """Experts below the minimum against the number of documents, extrapolated beyond those of the trace."""
+    rows = tables["coverage_curve"].sort_values("documents")
+    data: list[Trace] = []
+    for index, (domain, group) in enumerate(rows.groupby("domain", sort=True)):
+        style = {"name": domain or "all documents", **category_style(index)}
+        solid = group[~group["extrapolated"].astype(bool)]
+        beyond = group[group["documents"] >= solid["documents"].max()]
+        for part, dash in ((solid, "solid"), (beyond, "dot")):
+            line = styled_line(part["documents"], part["below"], {**style, "dash": dash}, "%{y:.4g} experts")
+            line["hovertemplate"] = "%{x} documents<br>%{y:.4g} experts<extra></extra>"
+            line["showlegend"] = dash == "solid"
+            data.append(with_whiskers(line, part, "below"))
+    ends = [int(rows["documents"].min()), int(rows["documents"].max())]
+    data.append(grey_line(ends, [0, 0], "optimum: 0", "dot"))
+    experts = int(rows["experts"].iloc[0])
+    data.append(grey_line(ends, [experts, experts], f"all {experts:,} experts"))
+    return Figure(
+        "coverage_documents",
+        "Experts below the minimum by documents",
+        coverage_words(rows),
+        ("coverage_curve.below", "coverage_curve.documents", "needed", "minimum"),
+        data,
+        base_layout("documents", "experts below the minimum", xaxis={"type": "log"}),
+        height=400,
+        details="Solid: subsamples of the documents. Dotted: extrapolated at each expert's mean rate. "
+        "Whiskers: 2.5th to 97.5th percentile.",
+    )
+
+
+def coverage_words(rows: pd.DataFrame) -> str:
+    """How many experts lack tokens, and the documents that would change it."""
+    whole = (
+        rows[(rows["domain"] == "") & ~rows["extrapolated"].astype(bool)].sort_values("documents").iloc[-1]
+    )
+    below, experts, minimum = int(whole["below"]), int(whole["experts"]), int(whole["minimum"])
+    words = f"{below:,} of {experts:,} experts have fewer than {minimum} tokens"
+    if not below:
+        return f"All {experts:,} experts have at least {minimum} tokens."
+    if np.isfinite(whole["needed"]):
+        ends = ""
+        if np.isfinite(whole["needed_low"]):
+            high = f"{whole['needed_high']:,.0f}" if np.isfinite(whole["needed_high"]) else "no bound"
+            ends = f" [{whole['needed_low']:,.0f}, {high}]"
+        return f"{words}; about {whole['needed']:,.0f}{ends} documents like these would reach all."
+    return f"{words}, {int(whole['unused']):,} have none: no estimate of the documents that would reach them."
+
+
+def coverage_experts(tables: Tables) -> Figure:
+    """Tokens per expert, sorted, one line per domain and all layers together."""
+    rows = tables["coverage"]
+    data: list[Trace] = []
+    for index, (domain, group) in enumerate(rows.groupby("domain", sort=True)):
+        tokens = np.sort(group["tokens"].to_numpy(float))
+        share = (np.arange(len(tokens)) + 0.5) / len(tokens)
+        style = {"name": domain or "all documents", **category_style(index)}
+        line = styled_line(pd.Series(share), pd.Series(np.maximum(tokens, 0.5)), style)
+        line |= {
+            "mode": "lines",
+            "hovertemplate": "%{x:.1%} of experts have at most %{y:,.0f}<extra></extra>",
+        }
+        data.append(line)
+    whole = rows[rows["domain"] == ""]
+    minimum, chance = float(rows["minimum"].iloc[0]), float(whole["chance"].mean())
+    data.append(grey_line([0, 1], [minimum, minimum], f"minimum: {minimum:g}", "dot"))
+    data.append(grey_line([0, 1], [chance, chance], "all experts alike"))
+    least = whole.loc[whole["tokens"].idxmin()]
+    return Figure(
+        "coverage_experts",
+        "Tokens per expert, sorted",
+        f"Fewest: {int(least['tokens']):,} tokens, layer {int(least['layer'])}, expert "
+        f"{int(least['expert'])} (all alike: {number(chance)}; minimum: {minimum:g}).",
+        ("coverage.tokens", "minimum", "coverage.chance"),
+        data,
+        base_layout(
+            "share of experts", "tokens", xaxis={"tickformat": ".0%", "range": [0, 1]}, yaxis={"type": "log"}
+        ),
+        height=400,
+        details="Experts of all layers; those without a token are drawn at 0.5.",
+    )
+
+
+COVERAGE = [
+    FigureSpec("coverage_experts", ("coverage",), coverage_experts),
+    FigureSpec("coverage_documents", ("coverage_curve",), coverage_documents),
+]
+FIGURES = [*RESIDENCY, *PREFETCH, *PLACEMENT, *COVERAGE]

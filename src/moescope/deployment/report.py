@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from moescope.deployment.figures import (
+    COVERAGE,
     PLACEMENT,
     PREDICTOR_STYLES,
     PREFETCH,
     RESIDENCY,
+    coverage_words,
     loading_words,
     method_words,
     middle_slots,
@@ -21,7 +23,19 @@ from moescope.deployment.tables import TABLES
 from moescope.plotting.style import counted, number
 from moescope.reporting.pack import table_payload
 from moescope.run import Run
-from moescope.verb import FigureSpec, Finding, KeyNumber, Section, Selection, Summary, Tables, all_rows
+from moescope.verb import (
+    FigureSpec,
+    Finding,
+    KeyNumber,
+    Measure,
+    Section,
+    Selection,
+    Summary,
+    Tables,
+    all_rows,
+)
+
+LEAST_USED = 20  # rows of the table of experts
 
 
 def summary(run: Run) -> Summary:
@@ -32,7 +46,7 @@ def summary(run: Run) -> Summary:
         f"{counted(info['layers'], 'MoE layer')}, {info['k']} experts per token"
     ]
     keys, findings = cache_summary(run)
-    for part in (prefetch_summary, placement_summary):
+    for part in (prefetch_summary, placement_summary, coverage_summary):
         more_keys, more_findings = part(run)
         keys, findings = keys + more_keys, findings + more_findings
     return Summary(coverage, findings, keys)
@@ -116,9 +130,33 @@ def placement_summary(run: Run) -> tuple[list[KeyNumber], list[str]]:
     return [key], findings
 
 
+def coverage_summary(run: Run) -> tuple[list[KeyNumber], list[str]]:
+    rows = run.table("coverage_curve")
+    whole = (
+        rows[(rows["domain"] == "") & ~rows["extrapolated"].astype(bool)].sort_values("documents").iloc[-1]
+    )
+    share = float(1 - whole["below"] / whole["experts"])
+    key = KeyNumber(f"Experts with {int(whole['minimum'])} tokens", share, most=1.0)
+    return [key], [Finding(f"Coverage: {coverage_words(rows)}", tab="deployment", colour="coverage")]
+
+
+def measures(run: Run) -> list[Measure]:
+    """Tokens per expert; experts below the minimum are crossed out where they are the exception."""
+    rows = run.table("coverage")
+    rows = rows[rows["domain"] == ""]
+    frame = rows.rename(columns={"tokens": "value", "below": "mark"})
+    minimum, chance = int(rows["minimum"].iloc[0]), number(float(rows["chance"].mean()))
+    few = rows["below"].mean() < 0.5
+    crossed = f"; crossed out below {minimum}" if few else f"; most have fewer than {minimum}"
+    caption = f"Tokens per expert{crossed} (all experts alike: {chance})."
+    frame = frame[["layer", "expert", "value", "chance", *(["mark"] if few else [])]]
+    return [Measure("coverage", "Tokens per expert", frame, "tokens", caption)]
+
+
 def sections(run: Run, selection: Selection) -> list[Section]:
     tables = all_rows(run, selection)
-    return [residency_section(tables), prefetch_section(tables), placement_section(tables)]
+    parts = [residency_section(tables), prefetch_section(tables), placement_section(tables)]
+    return [*parts, coverage_section(tables), export_section(run)]
 
 
 def drawable(specs: Sequence[FigureSpec], tables: Tables) -> list[tuple[FigureSpec, Tables]]:
@@ -167,6 +205,36 @@ def placement_section(tables: Tables) -> Section:
         drawable(PLACEMENT, {"placement": rows}),
         [table_payload(TABLES["placement"], together(rows), columns, "All layers together")],
     )
+
+
+def coverage_section(tables: Tables) -> Section:
+    least = tables["coverage"].sort_values(["tokens", "layer", "expert"]).head(LEAST_USED)
+    columns = ["domain", "layer", "expert", "tokens", "documents", "documents_needed"]
+    return Section(
+        "coverage",
+        "Coverage of experts",
+        "Whether the text reached every expert: an expert that few tokens chose is calibrated, quantised or "
+        "pruned on little evidence.",
+        drawable(COVERAGE, tables),
+        [table_payload(TABLES["coverage"], least, columns, f"The {LEAST_USED} least used experts")],
+    )
+
+
+def export_section(run: Run) -> Section:
+    """The files for servers and trainers, and who reads them."""
+    known = {
+        "sglang": "SGLang, --init-expert-location FILE",
+        "vllm_experimental": "vLLM: experts per place and MoE layer; experimental, no release reads it",
+        "vllm_ascend": "vllm-ascend, expert_map_path",
+        "hot": "offloading: experts per layer by falling use",
+        "esft": "ESFT, expert configuration for fine-tuning",
+    }
+    facts = {
+        f"exports/{name}": next(text for start, text in known.items() if name.startswith(start))
+        for name in run.info["exports"]
+    }
+    text = "Written into the run folder, learned on all documents."
+    return Section("exports", "Files for servers and trainers", text, facts=facts)
 
 
 def guide(run: Run) -> list[str]:

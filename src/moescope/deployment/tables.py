@@ -101,6 +101,33 @@ COLUMNS: dict[str, Column] = {
     "cross_device_least": Column("float",
         "Remote devices per token if all of a token's experts were on as few devices as have room for them.",
         "⌈k/((n + R)/G)⌉ (1 − 1/G)"),
+    # --- coverage
+    "coverage.domain": Column("text", "The name a text was given with; empty: all documents together."),
+    "coverage.tokens": Column("int", "Tokens that chose the expert.", chance="N k/n of N tokens"),
+    "coverage.chance": Column("float", "Tokens per expert if all experts were used equally.", "N k/n"),
+    "minimum": Column("int", "Tokens that every expert should get (--min-tokens)."),
+    "coverage.below": Column("bool", "Whether the expert got fewer tokens than the minimum."),
+    "coverage.documents": Column("int", "Documents in which the expert was chosen."),
+    "documents_needed": Column("float",
+        "Documents like these after which the expected tokens reach the minimum; null without a token.",
+        "⌈minimum × documents/tokens⌉", title="documents needed",
+        misleads="An extrapolation of the mean; text of another kind may use the expert more."),
+    "coverage_curve.domain": Column("text", "The domain; empty: all documents together."),
+    "coverage_curve.documents": Column("int", "Number of documents."),
+    "coverage_curve.below": Column("float",
+        "Experts of all layers with fewer tokens than the minimum: mean over 50 subsamples of that many "
+        "documents, or extrapolated at each expert's mean rate.", best="0", worst="all experts"),
+    "coverage_curve.low": Column("float",
+        "2.5th percentile: over subsamples, or over documents resampled with replacement."),
+    "coverage_curve.high": Column("float", "97.5th percentile."),
+    "extrapolated": Column("bool", "Whether the trace has fewer documents than that."),
+    "experts": Column("int", "Experts of all layers."),
+    "coverage_curve.unused": Column("int", "Experts of all layers without a token."),
+    "needed": Column("float",
+        "Documents like these until the least used expert is expected to reach the minimum; null where an "
+        "expert has no token.", "max over experts of documents_needed"),
+    "needed_low": Column("float", "2.5th percentile of it over documents resampled with replacement."),
+    "needed_high": Column("float", "97.5th percentile; null where resamples leave an expert without token."),
 }
 
 TABLES: dict[str, Table] = define_tables(
@@ -120,5 +147,12 @@ TABLES: dict[str, Table] = define_tables(
          "cross_device", "cross_node", "balancedness_chance", "batch_balancedness_chance",
          "cross_device_chance", "cross_node_chance", "cross_device_least"),
         optional=("layer",)),
+    Table("coverage", "Tokens per expert against a minimum, by domain.",
+        ("domain", "layer", "expert"),
+        ("tokens", "chance", "minimum", "below", "documents", "documents_needed")),
+    Table("coverage_curve", "Experts below the minimum by number of documents, and documents needed.",
+        ("domain", "documents"),
+        ("below", "low", "high", "extrapolated", "experts", "unused", "minimum", "needed", "needed_low",
+         "needed_high")),
 )
 # fmt: on

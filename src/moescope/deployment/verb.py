@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 from moescope.arguments import numbers, one_of
 from moescope.checkpoint import open_checkpoint
 from moescope.deployment.figures import FIGURES
-from moescope.deployment.report import guide, sections, summary
+from moescope.deployment.report import guide, measures, sections, summary
 from moescope.deployment.tables import TABLES
 from moescope.errors import BadInput
 from moescope.families import read_moe
@@ -36,9 +36,11 @@ def deploy(
     gpus: int | None = None,
     nodes: int = 1,
     redundant: int = 0,
+    min_tokens: int = 64,
     out: str | Path | None = None,
     expert_bytes: int | None = None,
     batch_tokens: int = 256,
+    esft_share: float = 0.2,
     cold: bool = False,
     phase: Phase | None = None,
     seed: int = 0,
@@ -47,8 +49,9 @@ def deploy(
 ) -> Run:
     """Measure what serving a model costs, from a trace of its tokens.
 
-    Replays expert caches beside Belady's optimum, measures how well a token's experts can be predicted, and
-    places experts on devices. No model is run. What is learned is tested on other documents.
+    Replays expert caches beside Belady's optimum, measures how well a token's experts can be predicted,
+    places experts on devices, and tells whether the text reached every expert. Writes placements and expert
+    lists for servers and trainers. No model is run. What is learned is tested on other documents.
 
     Parameters
     ----------
@@ -66,6 +69,8 @@ def deploy(
         Nodes that hold the devices.
     redundant : COPIES
         Copies of experts per layer beyond one each.
+    min_tokens : TOKENS
+        Tokens that a calibration text should give every expert.
     out : DIR, default runs/deploy-TRACE-N
         Run folder to write.
 
@@ -75,6 +80,8 @@ def deploy(
         Bytes per expert, where no model is given.
     batch_tokens : TOKENS
         Tokens per batch, for the balance of single batches.
+    esft_share : SHARE
+        Share of choices that the experts listed for fine-tuning reach.
     cold : bool
         Empty the caches at the start of every document.
     phase : PHASE, default decode where the trace has it
@@ -100,9 +107,12 @@ def deploy(
         if value is not None and not 0 < value < float("inf"):
             raise BadInput(f"{name} {value}: must be above 0")
     least = {"gpus": (gpus, 1), "nodes": (nodes, 1), "redundant": (redundant, 0), "seed": (seed, 0)}
-    for name, (count, lowest) in {**least, "batch_tokens": (batch_tokens, 1)}.items():
+    least |= {"batch_tokens": (batch_tokens, 1), "min_tokens": (min_tokens, 1)}
+    for name, (count, lowest) in least.items():
         if count is not None and count < lowest:
             raise BadInput(f"{name} {count}: must be at least {lowest}")
+    if not 0 < esft_share <= 1:
+        raise BadInput(f"esft_share {esft_share}: must be above 0 and at most 1")
     if model is not None and expert_bytes is not None:
         raise BadInput("--expert-bytes replaces --model; give one of them")
     if bandwidth is not None and model is None and expert_bytes is None:
@@ -124,6 +134,7 @@ def deploy(
         raise BadInput(f"{folder}: the trace itself; give another --out")
     if done:
         return done
+    from moescope.deployment.exports import write_exports
     from moescope.deployment.tokens import read_tokens
 
     tokens = read_tokens(traced, phase)
@@ -140,7 +151,17 @@ def deploy(
                     with writer.timed(name):
                         frames = make(partial(advance, name))
                     writer.flush_task(name, frames, {})
-        writer.save_info(tokens=facts(tokens), warnings=warnings_on(tokens))
+        with writer.timed("exports"):
+            config = (moe.checkpoint.config or {}) if moe else {}
+            hidden_layers = config.get("text_config", config).get("num_hidden_layers")
+            exports = write_exports(writer.path, tokens, cluster, hidden_layers, esft_share, seed)
+        found = warnings_on(tokens)
+        if moe is None and len(set(tokens.n_experts)) == 1:
+            found.append(
+                f"exports for SGLang have {tokens.layers[-1] + 1} rows, up to the last MoE layer of the "
+                "trace; give --model for all hidden layers"
+            )
+        writer.save_info(tokens=facts(tokens), exports=exports, warnings=found)
         return writer.finish({name: writer.joined(name) for name in TABLES})
 
 
@@ -152,6 +173,7 @@ def table_tasks(
     cluster: Cluster,
 ) -> dict[str, Callable[[Callable[[int], None]], dict[str, Any]]]:
     """Return what makes each table: name -> function of a callback for progress."""
+    from moescope.deployment.coverage import coverage_tables
     from moescope.deployment.placement import placement_table
     from moescope.deployment.prefetch import prefetch_table
     from moescope.deployment.residency import residency_table
@@ -167,6 +189,7 @@ def table_tasks(
         "placement": lambda advance: {
             "placement": placement_table(tokens, splits, cluster, given["seed"], advance)
         },
+        "coverage": lambda advance: coverage_tables(tokens, given["min_tokens"], given["seed"], advance),
     }
 
 
@@ -253,4 +276,15 @@ def warnings_on(tokens: TokenTrace) -> list[str]:
     return found
 
 
-VERB = Verb("deploy", deploy, TABLES, FIGURES, summary, sections, guide=guide, tab="deployment")
+VERB = Verb(
+    "deploy",
+    deploy,
+    TABLES,
+    FIGURES,
+    summary,
+    sections,
+    guide=guide,
+    tab="deployment",
+    measures=measures,
+    files=("exports",),
+)

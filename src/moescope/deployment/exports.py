@@ -1,0 +1,102 @@
+"""Files for servers and trainers: placements, hot lists and expert lists, in the formats that these read."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from moescope.deployment.placement import Cluster, all_places
+from moescope.deployment.tokens import TokenTrace, hottest_first, usage
+from moescope.run import write_json
+from moescope.types import Integers
+
+FOLDER = "exports"
+PLACEMENTS = ("balanced", "coactivation")
+
+
+def write_exports(
+    folder: Path, trace: TokenTrace, cluster: Cluster, hidden_layers: int | None, esft_share: float, seed: int
+) -> list[str]:
+    """Write every export, learned on all documents; return the names of the files."""
+    counts = [usage(chosen_TK, n) for chosen_TK, n in zip(trace.chosen_LTK, trace.n_experts, strict=True)]
+    places: dict[str, list[Integers]] = {name: [] for name in PLACEMENTS}
+    for chosen_TK, n in zip(trace.chosen_LTK, trace.n_experts, strict=True):
+        learned = dict(all_places(chosen_TK, n, cluster, seed))
+        for name, kept in places.items():
+            kept.append(learned[name])
+    files: dict[str, Any] = {"hot_experts.json": hot_lists(trace.layers, counts)}
+    if len(set(trace.n_experts)) == 1:  # these formats have one number of experts for all layers
+        for name, kept in places.items():
+            files[f"sglang_{name}.json"] = sglang_mapping(
+                trace.layers, kept, trace.n_experts[0], hidden_layers
+            )
+            files[f"vllm_experimental_{name}.json"] = [place.tolist() for place in kept]
+            files[f"vllm_ascend_{name}.json"] = ascend_mapping(trace.layers, kept, cluster.devices)
+    for domain in dict.fromkeys(trace.domain_D):
+        member_T = np.array([name == domain for name in trace.domain_D])[trace.document_T]
+        parts = zip(trace.chosen_LTK, trace.n_experts, strict=True)
+        chosen = [esft_experts(usage(chosen_TK[member_T], n), esft_share) for chosen_TK, n in parts]
+        lists = {str(layer): experts for layer, experts in zip(trace.layers, chosen, strict=True)}
+        safe = re.sub(r"[^A-Za-z0-9._-]+", "_", domain) or "text"
+        files[f"esft_{safe}.json"] = {"experts": lists, "shared_experts": False, "non_expert_modules": False}
+    (folder / FOLDER).mkdir(exist_ok=True)
+    for name, content in files.items():
+        write_json(folder / FOLDER / name, content)
+    return sorted(files)
+
+
+def sglang_mapping(
+    layers: list[int], places: list[Integers], n: int, hidden_layers: int | None
+) -> dict[str, Any]:
+    """SGLang's --init-expert-location: the expert of every place, one row per hidden layer.
+
+    Dense layers have a row too, experts in order; its device is column // (columns/devices). No other key:
+    SGLang passes all of them on.
+    """
+    in_order = [place % n for place in range(len(places[0]))]
+    rows = [in_order] * max(hidden_layers or 0, layers[-1] + 1)
+    for layer, place in zip(layers, places, strict=True):
+        rows[layer] = place.tolist()
+    return {"physical_to_logical_map": rows}
+
+
+def ascend_mapping(layers: list[int], places: list[Integers], devices: int) -> dict[str, Any]:
+    """vllm-ascend's expert_map_path: one entry per MoE layer, with the experts of every device."""
+    return {
+        "moe_layer_count": len(layers),
+        "layer_list": [
+            {
+                "layer_id": number,
+                "device_count": devices,
+                "device_list": [
+                    {"device_id": device, "device_expert": experts.tolist()}
+                    for device, experts in enumerate(np.split(place, devices))
+                ],
+            }
+            for number, place in enumerate(places)
+        ],
+    }
+
+
+def hot_lists(layers: list[int], counts: list[Integers]) -> dict[str, Any]:
+    """Experts per layer by falling use, with their tokens: the first are those to keep in fast memory."""
+    return {
+        "layers": {
+            str(layer): {
+                "experts": (order := hottest_first(counts_E)).tolist(),
+                "tokens": counts_E[order].tolist(),
+            }
+            for layer, counts_E in zip(layers, counts, strict=True)
+        }
+    }
+
+
+def esft_experts(counts_E: Integers, share: float) -> list[int]:
+    """Return the fewest experts whose share of the choices reaches the threshold, by falling share (ESFT,
+    Wang et al. 2024, arXiv 2407.01906); ties by ascending number."""
+    order = hottest_first(counts_E)
+    reached = np.cumsum(counts_E[order]) >= share * counts_E.sum() * (1 - 1e-12)
+    return order[: int(np.argmax(reached)) + 1].tolist() if counts_E.sum() else []

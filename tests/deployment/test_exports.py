@@ -1,0 +1,87 @@
+"""Exported files: the documented formats, and lists that were published."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+import pytest
+
+import moescope
+from checkpoints import tiny_checkpoint
+from deployment.deployment_runs import write_trace
+from deployment.plain_caches import random_tokens
+from moescope.deployment.exports import esft_experts, sglang_mapping
+
+REAL = Path(os.environ.get("MOESCOPE_REAL_TRACES", Path(__file__).parents[3] / "shared" / "data" / "real"))
+
+
+@pytest.fixture(scope="module")
+def exports(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("exports")
+    generator = np.random.default_rng(0)
+    chosen_LTK = [random_tokens(generator, 60, 2, 4) for _ in range(2)]
+    trace = write_trace(folder / "trace", chosen_LTK, np.repeat(np.arange(6), 10), 4, domains=("law", "code"))
+    model = tiny_checkpoint(folder / "model")
+    options = {"gpus": 3, "redundant": 2, "model": model, "quiet": True}
+    run = moescope.deploy(trace, out=folder / "run", **options)
+    files = {path.name: json.loads(path.read_text()) for path in (run.path / "exports").iterdir()}
+    assert sorted(files) == run.info["exports"]
+    return files, chosen_LTK
+
+
+def test_a_mapping_for_sglang_has_one_key_and_a_row_per_hidden_layer(exports):
+    for name in ("balanced", "coactivation"):
+        content = exports[0][f"sglang_{name}.json"]
+        assert list(content) == ["physical_to_logical_map"]
+        rows = np.array(content["physical_to_logical_map"])
+        assert rows.shape == (2, 6)
+        for row in rows:
+            assert set(row) == set(range(4))  # every expert is somewhere
+    dense = sglang_mapping([1, 3], [np.array([1, 0, 2]), np.array([2, 1, 0])], 3, 5)
+    assert dense["physical_to_logical_map"] == [[0, 1, 2], [1, 0, 2], [0, 1, 2], [2, 1, 0], [0, 1, 2]]
+
+
+def test_the_same_mapping_is_written_for_vllm_and_vllm_ascend(exports):
+    files, _ = exports
+    rows = files["sglang_balanced.json"]["physical_to_logical_map"]
+    assert files["vllm_experimental_balanced.json"] == rows  # no dense layers
+    ascend = files["vllm_ascend_balanced.json"]
+    assert ascend["moe_layer_count"] == len(ascend["layer_list"]) == 2
+    for layer, row in zip(ascend["layer_list"], rows, strict=True):
+        assert layer["device_count"] == len(layer["device_list"]) == 3
+        assert [expert for device in layer["device_list"] for expert in device["device_expert"]] == row
+        assert {len(device["device_expert"]) for device in layer["device_list"]} == {2}
+
+
+def test_hot_lists_rank_experts_by_use(exports):
+    files, chosen_LTK = exports
+    for layer, chosen_TK in enumerate(chosen_LTK):
+        entry = files["hot_experts.json"]["layers"][str(layer)]
+        counts = np.bincount(chosen_TK.reshape(-1), minlength=4)
+        assert entry["tokens"] == sorted(counts.tolist(), reverse=True)
+        assert [counts[expert] for expert in entry["experts"]] == entry["tokens"]
+
+
+def test_lists_for_fine_tuning_reach_the_share_with_the_fewest_experts(exports):
+    files, _ = exports
+    assert set(files["esft_law.json"]) == {"experts", "shared_experts", "non_expert_modules"}
+    assert list(files["esft_code.json"]["experts"]) == ["0", "1"]
+    assert esft_experts(np.array([5, 1, 3, 1]), 0.5) == [0]
+    assert esft_experts(np.array([5, 1, 3, 1]), 0.51) == [0, 2]
+    assert esft_experts(np.array([1, 2, 2, 0]), 0.6) == [1, 2]
+    assert esft_experts(np.array([1, 1]), 1.0) == [0, 1]
+    assert esft_experts(np.zeros(3, dtype=int), 0.2) == []
+
+
+@pytest.mark.skipif(not REAL.is_dir(), reason="needs recorded traces of real models")
+def test_lists_of_real_tasks_are_those_that_esft_published():
+    tokens = pd.read_parquet(REAL / "deepseek_v2_lite_esft.parquet")
+    published = json.loads((REAL / "esft_published.json").read_text())
+    for (domain, layer), rows in tokens.groupby(["domain", "layer"], observed=True):
+        counts = np.bincount(np.concatenate(list(rows["experts"])), minlength=64)
+        # as sets: where two shares agree to four digits, theirs are in ascending order
+        assert sorted(esft_experts(counts, 0.2)) == sorted(published[domain][str(layer)]), (domain, layer)
