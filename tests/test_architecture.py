@@ -49,6 +49,7 @@ SIDEWAYS = {
     ("verb", "run"),  # for type checkers only; a cycle otherwise
     ("geometry", "spectral"),  # one rule of numerical rank
     ("families", "verb"),  # inspect is a verb without tables
+    ("families", "spectral"),  # inspect times a trial of the decomposition
     ("families", "decoder"),  # the lab's layouts ask routers for their facts
 }
 # Between subjects: importing module -> imported modules. A name ending in a dot covers the modules below it.

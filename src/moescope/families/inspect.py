@@ -14,7 +14,6 @@ from moescope.progress import duration
 from moescope.types import LayerWeights
 from moescope.verb import Verb
 
-FP64_FLOPS = 40e9  # two modest processor cores: an order of magnitude
 # Bytes per stored number with its share of a scale: MXFP4 has one byte per 32, INT4 usually two.
 BYTES = {
     "F64": 8, "F32": 4, "F16": 2, "BF16": 2, "F8_E4M3": 1, "F8_E5M2": 1, "INT8": 1, "MXFP4": 17 / 32,
@@ -109,21 +108,23 @@ def count_parameters(moe: MoeCheckpoint) -> dict[str, int | None]:
 
 
 def scan_estimate(moe: MoeCheckpoint) -> dict[str, float]:
-    """Estimate time and memory of a gate scan on two cores.
+    """Estimate time and memory of a gate scan on this machine's processor, from a short trial.
 
-    fp64: Gram matrix D F min(D, F), tridiagonal form 4/3 min(D, F)^3; two experts at once.
+    Memory: the leading vectors of every expert, and two experts at once in fp64.
     """
-    flops = read = 0.0
-    largest = 0
-    for weights in moe.layers.values():
-        small = min(weights.d_model, weights.d_ff)
-        each = weights.d_model * weights.d_ff
-        flops += weights.n_experts * (each * small + 4 / 3 * small**3)
-        read += weights.n_experts * each * BYTES.get(weights.gate_EFD.dtype, 2)
-        vectors = weights.n_experts * weights.d_model * 64 * 8  # leading vectors of every expert
-        largest = max(largest, vectors + 8 * (3 * each + 2 * small**2))  # and the next expert
+    from moescope.spectral.trial import START, decomposition_flops, run_trial
+
+    shapes = [(weights.n_experts, weights.d_ff, weights.d_model) for weights in moe.layers.values()]
+    trial = run_trial(*max(shapes, key=lambda shape: shape[0] * decomposition_flops(*shape[1:])))
+    seconds, read, largest = START, 0.0, 0
+    for weights, (n_experts, d_ff, d_model) in zip(moe.layers.values(), shapes, strict=True):
+        small, each = min(d_model, d_ff), d_model * d_ff
+        seconds += trial.layer_seconds(n_experts, d_ff, d_model)
+        read += n_experts * each * BYTES.get(weights.gate_EFD.dtype, 2)
+        vectors = n_experts * d_model * 64 * 8
+        largest = max(largest, vectors + 8 * (3 * each + 2 * small**2))
     return {
-        "seconds": round(flops / FP64_FLOPS + read / READ_BYTES, 1),
+        "seconds": round(seconds + read / READ_BYTES, 1),
         "memory_bytes": largest,
         "read_bytes": int(read),
     }
@@ -151,7 +152,7 @@ def lines(facts: dict[str, Any]) -> list[str]:
         f"  parameters   {', '.join(counts)}",
         f"  on disk      {size(facts['bytes'])} in {facts['files']} files, {dtypes}{quantised}",
         f"  coverage     {facts['coverage_line']}",
-        f"  gate scan    about {duration(estimate['seconds'])} on two processor cores, "
+        f"  gate scan    about {duration(estimate['seconds'])} on this processor, "
         f"{size(estimate['memory_bytes'])} of memory, {size(estimate['read_bytes'])} read{lacks}",
     ]
 
