@@ -9,7 +9,7 @@ WORKERS ?= 2
 TEST = OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile
 SOURCES = pyproject.toml constraints.txt
 
-.PHONY: demo demo-model test test-slow fuzz check bench bench-growth bench-memory bench-gpu bench-peer clean
+.PHONY: dist docs docs-pictures demo demo-model test test-slow fuzz check bench bench-growth bench-memory bench-gpu bench-peer clean
 
 demo: .venv/core
 	$(BIN)/moescope demo
@@ -35,6 +35,21 @@ check: .venv/everything
 	$(BIN)/ruff check src tests bench
 	$(BIN)/ruff format --check src tests bench
 	$(BIN)/mypy
+
+# The site, into site/; needs no network. Warnings are errors.
+docs: .venv/everything
+	$(BIN)/python docs/generate.py
+	$(BIN)/mkdocs build --strict --quiet
+
+# Every picture of the documentation, from small runs that it makes first: a few minutes. Needs Chromium.
+docs-pictures: .venv/everything
+	$(BIN)/python docs/pictures.py
+
+# A source distribution, and the wheel built from it.
+dist: .venv/core
+	rm -rf dist build
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check $(PIP_ARGS) build
+	$(BIN)/python -m build
 
 # Timings: leave the machine alone meanwhile. What came out is in docs/benchmarks.md.
 bench: .venv/core
@@ -72,8 +87,8 @@ bench-peer: .venv-peer/ready
 	@touch $@
 
 .venv/everything: .venv/bin/python $(SOURCES)
-	$(INSTALL) --editable ".[hf,export,maps,ray,dev]"
+	$(INSTALL) --editable ".[hf,export,maps,ray,dev,docs]"
 	@touch $@ .venv/core
 
 clean:
-	rm -rf .venv .venv-peer runs
+	rm -rf .venv .venv-peer runs site dist build
