@@ -32,17 +32,17 @@ fuzz: .venv/everything
 	PYTHONPATH=src:tests OMP_NUM_THREADS=1 $(BIN)/python -m faults.fuzz --seed $(SEED) -n $(N)
 
 check: .venv/everything
-	$(BIN)/ruff check src tests bench
-	$(BIN)/ruff format --check src tests bench
+	$(BIN)/ruff check src tests bench docs examples
+	$(BIN)/ruff format --check src tests bench docs examples
 	$(BIN)/mypy
 
 # The site, into site/; needs no network. Warnings are errors.
 docs: .venv/everything
-	$(BIN)/python docs/generate.py
-	$(BIN)/mkdocs build --strict --quiet
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 # Every picture of the documentation, from small runs that it makes first: a few minutes. Needs Chromium.
 docs-pictures: .venv/everything
+	$(BIN)/python docs/drawings.py
 	$(BIN)/python docs/pictures.py
 
 # A source distribution, and the wheel built from it.

@@ -1,0 +1,194 @@
+"""The pages of the site that are made from the code: verbs, tables, Python API, gallery, navigation.
+
+mkdocs runs this file as its hook (`make docs`). A verb or column that is added to the code is on the site.
+"""
+
+from __future__ import annotations
+
+import html
+import sys
+from pathlib import Path
+from typing import Any
+
+from mkdocs.structure.files import File
+
+import moescope
+from moescope.tables import Column, Table
+from moescope.verb import Option, Verb, summary_of
+from moescope.verbs import OTHERS, VERBS, load_verb
+
+DOCS = Path(__file__).parent
+sys.path.insert(0, str(DOCS))
+
+from pictures import PICTURES, RUNS  # noqa: E402
+
+CONCEPTS = ["alignment", "nulls", "ambiguity", "routing", "merging"]
+RECORDS = {name: load_verb(name) for name in [*(name for name, _, _ in VERBS), *OTHERS]}
+
+
+def on_config(config: Any) -> Any:
+    """Set the navigation; pages of colleagues that stand in docs/ and are listed nowhere join the guides."""
+    guides = ["monitor.md", "lab.md", "faq.md", "benchmarks.md", "routers.md"]
+    guides += sorted(path.name for path in DOCS.glob("*.md") if path.name not in {*guides, "index.md"})
+    config.nav = [
+        {"Start": "index.md"},
+        {"Concepts": [f"concepts/{name}.md" for name in CONCEPTS]},
+        {"Commands": [f"verbs/{name}.md" for name, _, _ in VERBS]},
+        {"Guides": guides},
+        {"Gallery": "gallery.md"},
+        {"Reference": [{"Tables and columns": "tables.md"}, {"Python": "python.md"}]},
+        {"Decisions": [f"decisions/{path.name}" for path in decisions()]},
+    ]
+    return config
+
+
+def decisions() -> list[Path]:
+    return sorted((DOCS / "decisions").glob("*.md"), key=lambda path: (path.name != "README.md", path.name))
+
+
+def on_files(files: Any, config: Any) -> Any:
+    pages = {f"verbs/{name}.md": verb_page(name, line) for name, line, _ in VERBS}
+    pages |= {"tables.md": tables_page(), "python.md": python_page(), "gallery.md": gallery_page()}
+    for uri, text in pages.items():
+        if (written := files.get_file_from_path(uri)) is not None:
+            files.remove(written)
+        files.append(File.generated(config, uri, content=text))
+    return files
+
+
+# --- verbs
+
+
+def verb_page(name: str, line: str) -> str:
+    verb = RECORDS[name]
+    assert verb.run is not None
+    example = DOCS / "verbs" / f"{name}.md"
+    parts = [f"# {name}", summary_of(verb.run)]
+    parts += [example.read_text(encoding="utf-8").strip()] if example.exists() else [docstring_example(verb)]
+    for title, more in (("Options", False), ("More options", True)):
+        options = [option for option in verb.options if option.more == more]
+        if options:
+            rows = [(option_name(option), option_help(option)) for option in options]
+            parts += [f"## {title}", table(("option", "meaning"), rows)]
+    if verb.tables:
+        rows = [(f"[`{one.name}`](../tables.md#{one.name})", cell(one.meaning)) for one in own_tables(verb)]
+        parts += ["## Tables it writes", table(("table", "one row says"), rows)]
+    if verb.figures:
+        rows = [(f"`{spec.name}`", cell(spec.line)) for spec in verb.figures]
+        parts += [
+            "## Figures",
+            f'`run.figure("{verb.figures[0].name}")` draws one.',
+            table(("figure", "shows"), rows),
+        ]
+    return "\n\n".join(parts) + "\n"
+
+
+def docstring_example(verb: Verb) -> str:
+    """The lines of the function's own example."""
+    lines = [line.strip() for line in (verb.run.__doc__ or "").splitlines()]
+    code = [line[4:].partition("  # doctest")[0] for line in lines if line.startswith((">>> ", "... "))]
+    return "\n".join(["```python", "import moescope", "", *code, "```"]) if code else ""
+
+
+def option_name(option: Option) -> str:
+    value = option.metavar or "|".join(option.choices)
+    if option.positional:
+        return f"`{(value or option.name).upper()}`" + (" ..." if option.repeated else "")
+    words = option.flag if option.kind == "flag" else f"{option.flag} {value or option.kind.upper()}"
+    return f"`{words}`"
+
+
+def option_help(option: Option) -> str:
+    default = option.shown_default or (option.default if option.kind != "flag" else None)
+    repeated = " May be given several times." if option.repeated and not option.positional else ""
+    ending = f" Default: {default}." if default not in (None, "", ()) else ""
+    return cell(option.help + repeated + ending)
+
+
+def own_tables(verb: Verb) -> list[Table]:
+    return list(verb.tables.values())
+
+
+# --- tables and columns
+
+
+def tables_page() -> str:
+    parts = [
+        "# Tables and columns",
+        "A run folder holds one parquet file per table; `run.table(name)` reads it. A column that several "
+        "tables share is explained at each of them. **chance** is the value where there is nothing to find.",
+    ]
+    seen: dict[str, Table] = {}
+    for verb in RECORDS.values():
+        fresh = [one for one in own_tables(verb) if one.name not in seen]
+        seen |= {one.name: one for one in fresh}
+        if fresh:
+            parts.append(f"## Tables of {verb.name}")
+        for one in fresh:
+            parts += [
+                f"### {one.name}",
+                one.meaning,
+                "Key: " + ", ".join(f"`{key}`" for key in one.keys) + ".",
+            ]
+            rows = [(f"`{name}`", one.column(name).kind, meaning(one.column(name))) for name in one.columns]
+            parts.append(table(("column", "kind", "meaning"), rows))
+            if one.terms:
+                rows = [(f"`{name}`", meaning(term)) for name, term in one.terms.items()]
+                parts += [f"Names in the rows of `{one.name}`:", table(("name", "meaning"), rows)]
+    return "\n\n".join(parts) + "\n"
+
+
+def meaning(column: Column) -> str:
+    facts = [cell(column.meaning)]
+    if column.formula:
+        facts.append(f"Formula: {cell(column.formula)}.")
+    facts += [
+        f"**{name}**: {cell(text)}."
+        for name in ("unit", "chance", "worst", "best")
+        if (text := getattr(column, name))
+    ]
+    facts += [f"Misleads: {cell(column.misleads)}"] if column.misleads else []
+    return " ".join(facts)
+
+
+def table(head: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:
+    lines = [head, tuple("---" for _ in head), *rows]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def cell(text: str) -> str:
+    """Text as it may stand in a cell: no column borders, no HTML, no emphasis by accident."""
+    escaped = html.escape(str(text), quote=False)
+    return "".join(f"\\{letter}" if letter in "|*_[]`" else letter for letter in escaped).rstrip(".") + (
+        "." if str(text).rstrip().endswith(".") else ""
+    )
+
+
+# --- Python, gallery
+
+
+def python_page() -> str:
+    intro = (
+        "# Python\n\nThe verbs are functions of the same names and options; each returns a `Run`. "
+        "[Commands](verbs/scan.md) lists the options, [tables and columns](tables.md) what a run holds.\n"
+    )
+    return intro + "\n".join(f"\n::: {place(name)}\n" for name in moescope.__all__)
+
+
+def place(name: str) -> str:
+    value = getattr(moescope, name)
+    if name == "demo":  # a package and a verb
+        return "moescope.demo.verb.demo"
+    return f"{value.__module__}.{value.__qualname__}"
+
+
+def gallery_page() -> str:
+    parts = [
+        "# Gallery",
+        "Every picture is made by `make docs-pictures`, from the model that comes with moescope. The runs:",
+        "\n".join(["```sh", *RUNS.values(), "```"]),
+    ]
+    for picture in PICTURES:
+        parts += [f"## {picture.title}", f"![{picture.title}](pictures/{picture.file})", picture.caption]
+        parts.append("\n".join([f"```{picture.language}", *picture.code, "```"]))
+    return "\n\n".join(parts) + "\n"
