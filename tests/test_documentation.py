@@ -94,8 +94,12 @@ def mentioned_commands(page: Path) -> list[str]:
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_every_command_that_a_page_names_has_a_verb_and_flags_that_exist(page):
+    check_flags(mentioned_commands(page))
+
+
+def check_flags(commands: list[str]) -> None:
     verbs = {name for name, _, _ in VERBS}
-    for command in mentioned_commands(page):
+    for command in commands:
         words = command.partition(" #")[0].split()[1:]
         if words[0] in ("...", "--help", "--version"):
             continue
@@ -219,6 +223,7 @@ def test_figures_of_the_gallery_exist_and_drawings_are_up_to_date():
     pictures, drawings = load_script("pictures"), load_script("drawings")
     names = {spec.name for name, _, _ in VERBS for spec in load_verb(name).figures}
     assert all(picture.figure in names for picture in pictures.PICTURES if picture.figure)
+    check_flags(list(pictures.RUNS.values()))
     for name, (draw, height) in drawings.DRAWINGS.items():
         assert (DOCS / "pictures" / name).read_text(encoding="utf-8") == drawings.svg(draw, height), name
 
