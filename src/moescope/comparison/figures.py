@@ -24,6 +24,7 @@ from moescope.verb import Figure, FigureSpec, Slider, Tables, Trace
 PROJECTIONS = ("gate", "up", "down")
 UNRELATED_L2 = float(np.sqrt(2))
 SERIES_NAMED = 3  # in a caption
+MOST_COLUMNS = 10  # bars of the columns that changed most
 HOW_TO_READ = (
     "Solid: SV alignment R, 1 for equal singular directions, 0 expected of unrelated experts. Dashed: "
     "relative L2, 0 for matrices equal up to scale, √2 for unrelated ones. Coloured bands: 95 % bootstrap "
@@ -255,23 +256,27 @@ def drift_caption(name: str, rows: pd.DataFrame) -> str:
         return f"{matrix}: no distance, all zeros."
     median = float(known["relative_l2"].median())
     return (
-        f"Largest change, {matrix}: {largest_change(known)}; median {number(median)} "
+        f"Largest change, {matrix}: {largest_change(known)[1]}; median {number(median)} "
         f"(unrelated experts: {number(UNRELATED_L2)})."
     )
 
 
-def largest_change(experts: pd.DataFrame) -> str:
-    """Return where relative L2 is largest: a layer if its median expert explains most of it (in logs),
-    otherwise an expert. `experts` has one row per layer and expert, not all zero."""
+def largest_change(experts: pd.DataFrame) -> tuple[dict[str, int], str]:
+    """Return where relative L2 is largest, as layer and expert and in words.
+
+    It is a layer if its median expert explains most of the change (in logs), otherwise an expert. `experts`
+    has one row per layer and expert, not all zero.
+    """
     top = experts.loc[experts["relative_l2"].idxmax()]
-    rows = experts[experts["layer"] == top["layer"]]
+    layer = int(top["layer"])
+    rows = experts[experts["layer"] == layer]
     of_layer, of_all = (float(frame["relative_l2"].median()) for frame in (rows, experts))
     if of_layer**2 >= top["relative_l2"] * of_all and of_layer > of_all:
-        return (
-            f"layer {top['layer']:.0f} as a whole, median relative L2 {number(of_layer)} over its "
-            f"{len(rows)} experts"
-        )
-    return f"layer {top['layer']:.0f}, expert {top['expert_a']:.0f}, relative L2 {number(top['relative_l2'])}"
+        words = f"median relative L2 {number(of_layer)} over its {len(rows)} experts"
+        return {"layer": layer}, f"layer {layer} as a whole, {words}"
+    expert = int(top["expert_a"])
+    words = f"layer {layer}, expert {expert}, relative L2 {number(top['relative_l2'])}"
+    return {"layer": layer, "expert": expert}, words
 
 
 def router_cosines(tables: Tables) -> Figure:
@@ -361,3 +366,40 @@ DRIFT = [
     FigureSpec("norm_ratios", ("geometry",), norm_ratios),
 ]
 FIGURES = [*EXPERT_DISTANCE, *DRIFT]
+
+
+# --- two runs
+
+
+def largest_changes(tables: Tables) -> Figure:
+    """Largest change of each column between two runs, in units of its spread over rows."""
+    rows = tables["changes"]
+    rows = rows[np.isfinite(rows["spreads"].astype(float))].head(MOST_COLUMNS).iloc[::-1]
+    names = [f"{row.table}: {row.column}" for row in rows.itertuples()]
+    data: list[Trace] = [
+        {
+            "type": "bar",
+            "orientation": "h",
+            "x": rows["spreads"].to_numpy(float),
+            "y": names,
+            "customdata": rows["where"].tolist(),
+            "marker": {"color": CATEGORICAL[0]},
+            "hovertemplate": "%{y}<br>%{x:.3g} spreads at %{customdata}<extra></extra>",
+        }
+    ]
+    caption = "No column changed by a finite number of spreads (0: unchanged)."
+    if len(rows):
+        top = rows.iloc[-1]
+        caption = (
+            f"Most: {top['column']} of {top['table']}, {number(top['spreads'])} spreads at {top['where']} "
+            "(0: unchanged; 1: as much as rows differ)."
+        )
+    layout = base_layout(
+        "largest change / spread over rows", "", showlegend=False, yaxis={"automargin": True}
+    )
+    height = 160 + 22 * len(rows)
+    title = "Largest change of each column"
+    return Figure("largest_changes", title, caption, (), data, layout, height=height)
+
+
+LARGEST_CHANGES = FigureSpec("largest_changes", ("changes",), largest_changes)

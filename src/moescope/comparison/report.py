@@ -13,6 +13,7 @@ import pandas as pd
 from moescope.comparison.figures import (
     DRIFT,
     EXPERT_DISTANCE,
+    LARGEST_CHANGES,
     PROJECTIONS,
     UNRELATED_L2,
     largest_change,
@@ -26,7 +27,17 @@ from moescope.reporting.pack import plain_table, table_payload
 from moescope.reporting.untrusted import plot_words
 from moescope.run import Run
 from moescope.types import Coverage
-from moescope.verb import FigureSpec, KeyNumber, Measure, Section, Selection, Summary, Tables, all_rows
+from moescope.verb import (
+    FigureSpec,
+    Finding,
+    KeyNumber,
+    Measure,
+    Section,
+    Selection,
+    Summary,
+    Tables,
+    all_rows,
+)
 from moescope.weights.figures_identification import ACROSS_VIEWS
 from moescope.weights.report import VERDICT_NAMES
 
@@ -49,7 +60,12 @@ def summary(run: Run) -> Summary:
         coverage = [f"{item['role'].upper()}: {item['path']}, a run of {verb}" for item in run.info["runs"]]
         changes = compared_columns(run)
         changed = sum(change["changed"] > 0 for change in changes)
-        keys = [KeyNumber("Columns compared", len(changes)), KeyNumber("Columns changed", changed)]
+        unit = f"of {len(changes)}"
+        keys = [KeyNumber("Columns changed", changed, unit=unit, most=max(len(changes), 1))]
+        if largest := ranked(changes):
+            top = largest[0]
+            name = f"Largest change: {top['table']}, {top['column']}"
+            keys.append(KeyNumber(name, in_spreads(top), unit="× spread over rows", word=place_of(top)))
         return Summary(coverage, change_findings(changes), keys)
     coverage = [
         f"{role}: {Coverage(**{**item, 'experts_per_layer': tuple(item['experts_per_layer'])}).line()}"
@@ -71,12 +87,26 @@ def summary(run: Run) -> Summary:
 def key_numbers(geometry: pd.DataFrame) -> list[KeyNumber]:
     rows = unmatched({"geometry": geometry})
     experts, routers = rows[rows["matrix"] != "router"], rows[rows["matrix"] == "router"]
-    values = [
-        ("Mean relative L2 of experts", experts["relative_l2"].mean(), UNRELATED_L2),
-        ("Mean SV alignment R", experts["sv_alignment"].mean(), 0.0),
-        ("Median cosine of router rows", routers["cosine"].median(), 0.0),
+    changed = int((expert_changes(geometry)["relative_l2"] > 0).sum())
+    values = [  # name, value, level of unrelated experts, value of equal ones
+        ("Mean relative L2 of experts", experts["relative_l2"].mean(), UNRELATED_L2, 0.0),
+        ("Mean SV alignment R", experts["sv_alignment"].mean(), 0.0, 1.0),
+        ("Median cosine of router rows", routers["cosine"].median(), 0.0, 1.0),
     ]
-    return [KeyNumber(name, float(value), chance) for name, value, chance in values if np.isfinite(value)]
+    keys = [
+        KeyNumber(
+            name,
+            float(value),
+            chance,
+            word="unchanged" if np.isclose(value, equal, atol=1e-6) else "changed",
+            reference="unrelated",
+            most=max(chance, equal),
+        )
+        for name, value, chance, equal in values
+        if np.isfinite(value)
+    ]
+    count = len(expert_changes(geometry))
+    return [*keys, KeyNumber("Experts that changed", changed, unit=f"of {count:,}", most=max(count, 1))]
 
 
 # --- findings on two checkpoints
@@ -91,17 +121,18 @@ def distance_findings(series: str, rows: pd.DataFrame, matched: bool) -> list[st
     by_layer = rows.groupby("layer", as_index=False)[columns].mean()
     known = by_layer[by_layer["relative_l2_mean"].notna()]
     if known.empty:
-        return [f"Expert distance, {series}: none, all matrices are zero in one checkpoint."]
+        return [Finding(f"Expert distance, {series}: none, all matrices are zero in one checkpoint.")]
     chance_l2, chance_r = f"unrelated experts: {number(UNRELATED_L2)}", "unrelated experts: 0"
     if matched:
         chance_l2 = f"matched rotated experts: {number(known['null_l2_matched'].mean())}"
         chance_r = f"matched rotated experts: {number(known['null_sv_matched'].mean())}"
-    findings = [
-        f"Expert distance, {series}: relative L2 {layer_range(known, 'relative_l2_mean')} ({chance_l2})."
-    ]
+    figure = f"expert_distance_{rows['matrix'].iloc[-1]}"
+    text = f"Expert distance, {series}: relative L2 {layer_range(known, 'relative_l2_mean')} ({chance_l2})."
+    findings: list[str] = [Finding(text, figure=figure)]
     if known["sv_alignment_mean"].notna().any():
         r = layer_range(known, "sv_alignment_mean")
-        findings.append(f"Singular directions, {series}: R {r} (unchanged: 1; {chance_r}).")
+        text = f"Singular directions, {series}: R {r} (unchanged: 1; {chance_r})."
+        findings.append(Finding(text, figure=figure))
     return findings
 
 
@@ -111,11 +142,13 @@ def router_findings(geometry: pd.DataFrame) -> list[str]:
         return []
     low = rows.loc[rows["cosine"].idxmin()]
     norms = " to ".join(number(value) for value in (rows["norm_ratio"].min(), rows["norm_ratio"].max()))
-    return [
+    text = (
         f"Router drift: median cosine {number(rows['cosine'].median())}, lowest {number(low['cosine'])} in "
         f"layer {low['layer']}, expert {low['expert_a']} (unchanged: 1; unrelated: 0); norms {norms} times "
         "the old ones."
-    ]
+    )
+    place = {"layer": int(low["layer"]), "expert": int(low["expert_a"])}
+    return [Finding(text, tab="overview", colour="router_change", **place)]
 
 
 def expert_changes(geometry: pd.DataFrame) -> pd.DataFrame:
@@ -158,10 +191,11 @@ def change_finding(geometry: pd.DataFrame) -> list[str]:
         return []
     median = float(experts["relative_l2"].median())
     if experts["relative_l2"].iloc[0] == 0:
-        return [f"Largest change: none, relative L2 is 0 for all {len(experts):,} experts."]
-    return [
-        f"Largest change: {largest_change(experts)} (median of {len(experts):,} experts: {number(median)})."
-    ]
+        text = f"Largest change: none, relative L2 is 0 for all {len(experts):,} experts."
+        return [Finding(text, tab="overview", colour="change")]
+    where, words = largest_change(experts)
+    text = f"Largest change: {words} (median of {len(experts):,} experts: {number(median)})."
+    return [Finding(text, tab="overview", colour="change", **where)]
 
 
 def alignment_findings(run: Run) -> list[str]:
@@ -181,15 +215,18 @@ def alignment_findings(run: Run) -> list[str]:
     ]
     more = f" and {len(changed) - 4} more" if len(changed) > 4 else ""
     what = f": {', '.join(names)}{more}" if names else ""
-    findings = [f"Alignment verdict: changed in {len(changed)} of {counted(len(tests), 'layer')}{what}."]
+    text = f"Alignment verdict: changed in {len(changed)} of {counted(len(tests), 'layer')}{what}."
+    layer = {"layer": int(changed["layer"].iloc[0])} if len(changed) else {}
+    findings: list[str] = [Finding(text, figure="compare_accuracy", **layer)]
     change = (scores["absolute_score_b"] - scores["absolute_score_a"]).to_numpy(float)
     if np.isfinite(change).any():
         top = scores.iloc[int(np.nanargmax(np.abs(change)))]
-        findings.append(
+        text = (
             f"Absolute ambiguity: largest change in layer {top['layer']}, {number(top['absolute_score_a'])} "
             f"to {number(top['absolute_score_b'])}; median change "
             f"{number(float(np.nanmedian(np.abs(change))))} (at chance: {number(top['absolute_chance_a'])})."
         )
+        findings.append(Finding(text, figure="compare_ambiguity", layer=int(top["layer"])))
     return findings
 
 
@@ -198,7 +235,18 @@ def alignment_findings(run: Run) -> list[str]:
 
 def sections(run: Run, selection: Selection) -> list[Section]:
     if of_runs(run):
-        return [change_section(compared_columns(run))]
+        changes = compared_columns(run)
+        table = change_section(changes)
+        rows = pd.DataFrame(
+            [
+                {**change, "spreads": in_spreads(change), "where": place_of(change)}
+                for change in ranked(changes)
+            ]
+        )
+        if rows.empty:
+            return [table]
+        figures = [(LARGEST_CHANGES, {"changes": rows})]
+        return [Section("overview", "Changes", figures=figures, tab="overview"), table]
     tables = {name: selection.rows(run.table(name)) for name in TABLES}
     parts = [chart_section(tables), drift_section(tables), *alignment_sections(run, selection)]
     return [section for section in parts if section.figures or section.tables]
@@ -339,20 +387,21 @@ def compared_columns(run: Run) -> list[dict[str, Any]]:
 def change_findings(changes: list[dict[str, Any]]) -> list[str]:
     """How many columns changed, and those that changed most, in units of their spread over rows."""
     unchanged = sum(not change["changed"] for change in changes)
-    findings = [f"Changes: {counted(len(changes), 'column')} compared, {unchanged} unchanged."]
+    text = f"Changes: {counted(len(changes), 'column')} compared, {unchanged} unchanged."
+    findings: list[str] = [Finding(text, section="changes")]
     words = [change for change in changes if "largest" not in change and change["changed"]]
-    findings += [
+    sentences = [
         f"{change['table']}, {change['column']}: {change['changed']:,} of {counted(change['rows'], 'row')} "
         f"differ, such as {place_of(change)}: {change['a']} to {change['b']}."
         for change in words[:NAMED_COLUMNS]
     ]
-    findings += [
+    sentences += [
         f"{change['table']}, {change['column']}: largest change at {place_of(change)}, {number(change['a'])} "
         f"to {number(change['b'])}; median change {number(change['median'])}, spread over rows "
         f"{number(change['spread'])}."
         for change in ranked(changes)[:NAMED_COLUMNS]
     ]
-    return findings
+    return [*findings, *(Finding(text, section="changes") for text in sentences)]
 
 
 def ranked(changes: list[dict[str, Any]]) -> list[dict[str, Any]]:

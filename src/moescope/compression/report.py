@@ -30,7 +30,17 @@ from moescope.reporting.pack import table_payload
 from moescope.reporting.untrusted import plot_words
 from moescope.run import Run
 from moescope.types import Coverage
-from moescope.verb import FigureSpec, KeyNumber, Measure, Section, Selection, Summary, Tables, all_rows
+from moescope.verb import (
+    FigureSpec,
+    Finding,
+    KeyNumber,
+    Measure,
+    Section,
+    Selection,
+    Summary,
+    Tables,
+    all_rows,
+)
 
 ERRORS = {"measured_error": "Measured", "predicted_error": "Predicted"}
 ROUTER_CHANGES = {  # what the plan does to the router -> a sentence
@@ -65,26 +75,43 @@ def coverage(run: Run) -> list[str]:
 def key_numbers(tables: Tables) -> list[KeyNumber]:
     model = model_rows(tables)
     plan, controls = of_plan(tables, model).iloc[0], of_controls(tables, model)
-    numbers = [
-        ("Perplexity", plan["perplexity"], controls["perplexity"].mean(), ""),
-        ("Perplexity of the original", plan["perplexity_original"], None, ""),
-        ("JS divergence", plan["js_divergence"], controls["js_divergence"].mean(), "nats"),
-        ("Share of the original's bytes", plan["bytes"] / plan["bytes_original"], None, ""),
+    kept = tables["clusters"].groupby("layer")["kept"].sum()
+    numbers = [  # name, value, level of the controls, unit, word, end of the bar
+        ("Perplexity", plan["perplexity"], controls["perplexity"].mean(), "", verdict_word(controls), None),
+        ("Perplexity of the original", plan["perplexity_original"], None, "", "", None),
+        ("JS divergence", plan["js_divergence"], controls["js_divergence"].mean(), "nats", "", math.log(2)),
+        ("Share of the original's bytes", plan["bytes"] / plan["bytes_original"], None, "", "", 1.0),
     ]
     if column := error_column(tables):
         layer, value, random = worst_layer(tables, column)
-        numbers.append((f"{ERRORS[column]} error, layer {layer}", value, random.mean(), ""))
+        word = f"layer {layer}"
+        numbers.append((f"{ERRORS[column]} error, worst layer", value, random.mean(), "", word, None))
+    experts = len(tables["clusters"])
+    unit = f"of {experts:,}"
+    numbers.append(("Experts kept", kept.sum(), None, unit, "", float(experts)))
     return [
         KeyNumber(
             name,
             float(value),
             None if chance is None or pd.isna(chance) else float(chance),
             unit,
-            reference="random controls",
+            word,
+            "random controls",
+            most,
         )
-        for name, value, chance, unit in numbers
+        for name, value, chance, unit, word, most in numbers
         if pd.notna(value)
     ]
+
+
+def verdict_word(controls: pd.DataFrame) -> str:
+    """The verdict against random controls in a word or two; empty where no interval is known."""
+    words = verdict(controls).removeprefix("; ")
+    if words.startswith(("better than the", "better than all")):
+        return "better"
+    if words.startswith("worse"):
+        return "worse"
+    return "better than some" if words.startswith("better") else words
 
 
 # --- findings
@@ -94,31 +121,35 @@ def findings(run: Run, tables: Tables) -> list[str]:
     """What was done, and the damage."""
     model = model_rows(tables)
     plan, controls = of_plan(tables, model).iloc[0], of_controls(tables, model)
-    sentences = [compression_finding(tables)]
+    sentences: list[str] = [compression_finding(tables)]
     if pd.notna(plan["bytes"]):
         saved = 100 * (1 - plan["bytes"] / plan["bytes_original"])
-        sentences.append(
+        text = (
             f"Checkpoint size{'' if run.info.get('applied') else ' as planned'}: {byte_size(plan['bytes'])}, "
             f"{number(saved)} % less than the original's {byte_size(plan['bytes_original'])}."
         )
+        sentences.append(Finding(text, section="damage"))
     if pd.notna(plan["perplexity"]):
-        sentences.append(
+        text = (
             f"Perplexity on held-out text: {number(plan['perplexity'])}, original "
             f"{number(plan['perplexity_original'])}{control_range(controls['perplexity'])}."
         )
-        sentences.append(judgement_finding(plan, controls))
-        sentences.append(
+        sentences.append(Finding(text, figure="perplexities"))
+        sentences.append(Finding(judgement_finding(plan, controls), figure="perplexities"))
+        text = (
             f"Next-token JS divergence from the original: {number(plan['js_divergence'])} of at most "
             f"{number(math.log(2))} nats{control_range(controls['js_divergence'])}."
         )
+        sentences.append(Finding(text, figure="divergences"))
     if column := error_column(tables):
         layer, value, random = worst_layer(tables, column)
-        sentences.append(
+        text = (
             f"{ERRORS[column]} error of the routed output: largest in layer {layer}, {number(value)}"
             f"{control_range(random)}."
         )
+        sentences.append(Finding(text, figure="errors_by_layer", layer=layer))
     if ranks := rank_finding(tables):
-        sentences.append(ranks)
+        sentences.append(Finding(ranks, figure="rank_intervals"))
     return sentences
 
 
@@ -135,7 +166,7 @@ def judgement_finding(plan: pd.Series, controls: pd.DataFrame) -> str:
     return f"{sentence}{verdict(controls)}."
 
 
-def compression_finding(tables: Tables) -> str:
+def compression_finding(tables: Tables) -> Finding:
     clusters = tables["clusters"]
     kept = clusters["kept"].astype(bool)
     after = clusters[kept].groupby("layer")["cluster"].nunique()
@@ -145,10 +176,11 @@ def compression_finding(tables: Tables) -> str:
     parts = [f"{counted(int((~kept).sum()), 'expert')} dropped"] if not kept.all() else []
     if len(merged):
         parts.append(f"{counted(int(merged.sum()), 'expert')} merged into {len(merged)}")
-    return (
+    text = (
         f"Compression by {clusters['method'].iloc[0]}: {span(before)} experts per layer become "
         f"{span(after)} in {counted(len(before), 'layer')} ({', '.join(parts) or 'nothing changes'})."
     )
+    return Finding(text, section="experts")
 
 
 def group_sizes(clusters: pd.DataFrame) -> pd.Series:
@@ -205,6 +237,8 @@ def measures(run: Run) -> list[Measure]:
 def sections(run: Run, selection: Selection) -> list[Section]:
     tables, facts = all_rows(run, selection), run.info["setup"]
     parts = [damage_section(tables, facts)]
+    if shown := parts[0].figures[:1]:
+        parts.insert(0, Section("overview", "Damage", figures=shown, tab="overview"))
     if "saliency" in tables:
         parts.append(saliency_section(tables, facts))
     parts.append(experts_section(tables, facts))

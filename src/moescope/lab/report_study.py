@@ -24,7 +24,7 @@ from moescope.plotting.style import capital, counted, listed, number
 from moescope.reporting.pack import plain_table, table_payload
 from moescope.reporting.untrusted import plot_words
 from moescope.run import Run
-from moescope.verb import FigureSpec, KeyNumber, Section, Selection, Summary, Tables
+from moescope.verb import FigureSpec, Finding, KeyNumber, Section, Selection, Summary, Tables
 
 GUIDE = (
     "Arms are trained under the same seeds and compared with the reference seed by seed, by one endpoint, "
@@ -151,7 +151,7 @@ def question_section(tables: Tables, question: str, first: bool) -> Section:
 def summary(run: Run) -> Summary:
     """Return coverage, key numbers, and what the comparisons support per question."""
     tables = study_tables(run)
-    sentences = []
+    sentences: list[str] = []
     if run.info["status"] != "done":
         sentences.append(
             f"This study is {run.info['status']}: numbers are of the trainings so far. Stopping where it "
@@ -159,11 +159,14 @@ def summary(run: Run) -> Summary:
         )
     for question in questions_of(tables):
         part = of_question(tables, question)
+        found: list[str] = []
         if len(part["study_comparisons"]) > 1:
-            sentences += question_findings(part["study_comparisons"], question)
+            found += question_findings(part["study_comparisons"], question)
         if question == "sweep":
-            sentences += target_findings(part["study_runs"])
-    sentences += unfinished_findings(tables["study_runs"])
+            found += target_findings(part["study_runs"])
+        sentences += [Finding(text, section=f"question-{question}") for text in found]
+    unfinished = unfinished_findings(tables["study_runs"])
+    sentences += [Finding(text, section="balance") for text in unfinished]
     return Summary(coverage(run), sentences, key_numbers(tables))
 
 

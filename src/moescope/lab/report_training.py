@@ -59,21 +59,24 @@ def summary(run: Run) -> Summary:
     rows = run.table("evaluations")
     total = all_domains(rows)
     first, last = total.iloc[0], total.iloc[-1]
-    findings = [
+    text = (
         f"Validation loss: {number(last['loss'])} nats per token after {int(last['step']):,} steps, "
         f"{number(first['loss'])} before training (unigram baseline: {number(last['unigram_loss'])}, "
         f"uniform: {number(last['uniform_loss'])})."
-    ]
+    )
+    findings: list[str] = [Finding(text, figure="loss_by_step")]
     final = rows[(rows["step"] == last["step"]) & (rows["domain"] != "")]
     behind = final.loc[final["loss"] >= final["unigram_loss"], "domain"]
     if len(behind):
-        findings.append(f"No better than the unigram baseline: {listed(list(behind))}.")
+        text = f"No better than the unigram baseline: {listed(list(behind))}."
+        findings.append(Finding(text, figure="gain_by_domain"))
     findings += status(run)
     if is_routed(run):
         chosen = run.info["router_facts"]["experts_choose"]
         findings += load_findings(run, ", by construction: experts choose tokens" if chosen else "")
     loss, unigram = float(last["loss"]), float(last["unigram_loss"])
-    numbers = [KeyNumber("Validation loss", loss, unigram, "nats per token", reference="unigram baseline")]
+    word = "learned" if loss < unigram else "no better"
+    numbers = [KeyNumber("Validation loss", loss, unigram, "nats per token", word, "unigram baseline")]
     if is_routed(run):
         numbers += key_numbers(run)
     return Summary(coverage(run), [*findings, *alert_findings(run)], numbers)

@@ -27,6 +27,7 @@ from moescope.routing.figures_metrics import (
     references,
 )
 from moescope.routing.figures_steps import OVER_STEPS, rows_of
+from moescope.routing.report_map import view_measures
 from moescope.routing.report_views import (
     TraceTables,
     View,
@@ -43,6 +44,7 @@ from moescope.run import Run
 from moescope.verb import FigureSpec, Finding, KeyNumber, Payload, Section, Selection, Summary, Tables
 
 STEPS_NAMED = 6
+UNIFORM_SHARE = 0.99  # of a uniform router's entropy, above which routing is called uniform
 ROWS_SHOWN = 2000  # of a folded table; the run folder has all
 
 # --- findings
@@ -136,18 +138,22 @@ def load_findings(view: View) -> list[str]:
         chance = f"{RANDOM}: {number(100 * values_of(tables, 'unused')['chance'].max())} %"
         total = sum(len(usage.counts) for usage in loads)
         worst = max(unused, key=lambda layer: unused[layer])
-        findings.append(
-            f"{counted(sum(unused.values()), 'expert')} of {total:,} got no token, most in layer {worst} "
-            f"({unused[worst]}; {chance})."
-            if any(unused.values())
-            else f"All {total:,} experts got tokens (unused at {chance})."
-        )
+        text = f"All {total:,} experts got tokens (unused at {chance})."
+        place: dict[str, Any] = {"tab": "overview", "colour": "load"}
+        if any(unused.values()):
+            text = (
+                f"{counted(sum(unused.values()), 'expert')} of {total:,} got no token, most in layer {worst} "
+                f"({unused[worst]}; {chance})."
+            )
+            place["layer"] = int(worst)
+        findings.append(Finding(text, **place))
     if len(rows := values_of(tables, "dropped")) and rows["value"].max() > 0:
         top = highest(rows)
         findings.append(
             Finding(
                 f"Expert capacity was exceeded: in layer {top['layer']} {number(100 * top['value'])} % of "
                 "the expert slots are empty (0 without capacity).",
+                section="load",
                 layer=int(top["layer"]),
             )
         )
@@ -176,10 +182,11 @@ def step_findings(trace: TraceTables) -> list[str]:
     if len(steps) < 2:
         return []
     means = rows_of(trace.in_main_phase(), "cv").groupby("step")[["value", "chance"]].mean()
-    findings = [
+    text = (
         f"Load balance from step {steps[0]} to step {steps[-1]}: mean CV {number(means['value'].iloc[0])} to "
         f"{number(means['value'].iloc[-1])} ({RANDOM}: {number(means['chance'].mean())})."
-    ]
+    )
+    findings: list[str] = [Finding(text, figure="cv_by_step")]
     if stability.empty:
         return findings
     first = between_steps(stability, steps[0], steps[-1])
@@ -191,11 +198,10 @@ def step_findings(trace: TraceTables) -> list[str]:
     if len(steps) > 2:
         final = between_steps(stability, steps[-2], steps[-1])
         line += f"; between steps {steps[-2]} and {steps[-1]}: {consistency(final)}"
-    findings.append(f"{line}.")
+    findings.append(Finding(f"{line}.", figure="consistency_matrix", layer=int(least["layer"])))
     if noisy := int(first["tau_is_noise"].astype(bool).sum()):
-        findings.append(
-            f"In {counted(noisy, 'layer')} loads are so even that the order of experts by usage is noise."
-        )
+        text = f"In {counted(noisy, 'layer')} loads are so even that the order of experts by usage is noise."
+        findings.append(Finding(text, figure="consistency_matrix"))
     return findings
 
 
@@ -245,6 +251,8 @@ def summary(run: Run) -> Summary:
 def key_numbers(view: View) -> list[KeyNumber]:
     """Largest value over layers with the chance level of that layer; entropy and confidence are means."""
     keys = []
+    load = next(view_measures(view)).frame
+    uneven = set(load.loc[load["beyond"].astype(bool), "layer"])
     for name, metric, unit in (
         ("Worst load CV", "cv", ""),
         ("Busiest expert", "max_over_mean", "× mean load"),
@@ -259,14 +267,25 @@ def key_numbers(view: View) -> list[KeyNumber]:
             )
             if metric == "domain_information":
                 most = float(np.log(view.tables["load"]["domain"].nunique()))
-            keys.append(
-                KeyNumber(name, float(top["value"]), chance, unit, f"layer {top['layer']}", most=most)
-            )
+            word = ", ".join(filter(None, [metric_word(metric, top, uneven), f"layer {top['layer']}"]))
+            keys.append(KeyNumber(name, float(top["value"]), chance, unit, word, most=most))
     if len(rows := values_of(view.tables, "routing_entropy")):
-        means = rows[["value", "chance"]].mean()
-        entropy = KeyNumber("Mean routing entropy", float(means["value"]), float(means["chance"]), "nats")
-        keys.insert(3, entropy)
+        mean, uniform = rows[["value", "chance"]].mean()
+        word = "uniform" if mean > UNIFORM_SHARE * uniform else "selective"
+        keys.insert(3, KeyNumber("Mean routing entropy", float(mean), float(uniform), "nats", word))
     return keys[:6]
+
+
+def metric_word(metric: str, row: pd.Series, uneven: set[int]) -> str:
+    """One word for a layer's value: of load by the map's test of every expert, else by its interval."""
+    if metric in ("cv", "max_over_mean"):
+        return "uneven" if row["layer"] in uneven else "balanced"
+    if metric == "unused":
+        return "all used" if row["value"] == 0 else "at chance" if row["value"] <= row["chance"] else "unused"
+    chance = 0.0 if metric == "domain_information" else row["chance"]
+    if pd.isna(row["low"]):
+        return ""
+    return "specialised" if row["low"] > chance else "at chance"
 
 
 def text_notice(trace: TraceTables) -> str:

@@ -18,7 +18,7 @@ from moescope.routing.figures_steps import (
 )
 from moescope.routing.tables import MONITOR_TABLES
 from moescope.run import Run
-from moescope.verb import FigureSpec, KeyNumber, Payload, Section, Selection, Summary, Tables, Verb
+from moescope.verb import FigureSpec, Finding, KeyNumber, Payload, Section, Selection, Summary, Tables, Verb
 from moescope.verbs import load_verb
 
 # tables of the weights that `scan` may add, defined by the verb of that name
@@ -118,14 +118,17 @@ def load_findings(run: Run, reason: str = "") -> list[str]:
     rows = last_metrics(run)
     chance = f"({RANDOM}: {number(worst['chance'])})"
     if worst["value"] == 0:
-        return [f"Load balance at the end of training: even in every layer{reason}, CV 0 {chance}."]
-    findings = [
+        text = f"Load balance at the end of training: even in every layer{reason}, CV 0 {chance}."
+        return [Finding(text, section="load")]
+    text = (
         f"Load balance at the end of training: worst in layer {worst['layer']}, CV {number(worst['value'])} "
         f"{chance}."
-    ]
+    )
+    findings: list[str] = [Finding(text, section="load", layer=int(worst["layer"]))]
     unused = rows[(rows["metric"] == "unused") & (rows["value"] > 0)]
     if len(unused):
-        findings.append(f"Unused experts at the end of training in {named_layers(unused['layer'])}.")
+        text = f"Unused experts at the end of training in {named_layers(unused['layer'])}."
+        findings.append(Finding(text, section="load", layer=int(unused["layer"].iloc[0])))
     return findings
 
 
@@ -134,7 +137,8 @@ def alert_findings(run: Run) -> list[str]:
     if not len(alerts):
         return []
     first = alerts.sort_values("step").iloc[0]
-    return [f"{counted(len(alerts), 'alert')}; the first: {first['message']}."]
+    text = f"{counted(len(alerts), 'alert')}; the first: {first['message']}."
+    return [Finding(text, section="load", layer=int(first["layer"]))]
 
 
 def sections(run: Run, selection: Selection) -> list[Section]:
@@ -176,7 +180,8 @@ def key_numbers(run: Run) -> list[KeyNumber]:
         ):
             if len(of_metric := rows[rows["metric"] == metric]):
                 top = of_metric.loc[of_metric["value"].idxmax()]
-                keys.append(KeyNumber(name, float(top["value"]), float(top["chance"]), unit))
+                word = f"layer {top['layer']}"
+                keys.append(KeyNumber(name, float(top["value"]), float(top["chance"]), unit, word))
     return [*keys, KeyNumber("Alerts", float(len(rows_of(run, "alerts"))))]
 
 

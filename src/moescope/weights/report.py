@@ -146,6 +146,7 @@ def key_numbers(view: View) -> list[KeyNumber]:
                 identifying,
                 ALPHA * tested,
                 f"of {len(layers)}",
+                word=alignment_word(view),
                 reference="by chance at most",
                 most=len(layers),
             ),
@@ -153,12 +154,14 @@ def key_numbers(view: View) -> list[KeyNumber]:
                 "Median best argmax accuracy",
                 tests["best_accuracy"].median(),
                 tests["chance_accuracy"].median(),
+                word=alignment_word(view),
                 most=1.0,
             ),
             KeyNumber(
                 "Mean absolute ambiguity",
                 ambiguity["absolute_score"].mean(),
                 ambiguity["absolute_chance"].mean(),
+                word="below chance" if len(ranked_layers(view.tables)) else "at chance",
                 most=1.0,
             ),
         ]
@@ -168,13 +171,24 @@ def key_numbers(view: View) -> list[KeyNumber]:
         widths = d_model_by_layer(view.tables)
         expected = sum(count * share_above(COLLAPSED, widths[layer]) for layer, count in pairs.items())
         collapsed = int(cosines["n_pairs_above_0_7"].sum())
+        word = "redundant" if collapsed else "distinct"
+        mean, chance = cosines["mean_abs"].mean(), cosines["chance"].mean()
         numbers += [
-            KeyNumber("Mean |cos| between experts", cosines["mean_abs"].mean(), cosines["chance"].mean()),
-            KeyNumber("Collapsed expert pairs", collapsed, expected, f"of {pairs.sum():,}"),
+            KeyNumber("Mean |cos| between experts", mean, chance, most=1.0),
+            KeyNumber("Collapsed expert pairs", collapsed, expected, f"of {pairs.sum():,}", word),
         ]
     ranks = layer_ranks(view)
-    full = f"of {number(ranks['rank'].max())}"
-    return [*numbers, KeyNumber("Median effective rank", ranks["effective_rank"].median(), unit=full)]
+    median, full = ranks["effective_rank"].median(), float(ranks["rank"].max())
+    rank = KeyNumber("Median effective rank", median, unit=f"of {number(full)}", most=full)
+    return [*numbers, rank]
+
+
+def alignment_word(view: View) -> str:
+    """One word for the layers' verdicts: aligned where most of them identify their experts."""
+    layers = verdict_layers(view)
+    if 2 * len(layers.get("identifying", [])) > len(view.layers):
+        return "aligned"
+    return "beyond chance" if set(layers) - {"chance"} else "at chance"
 
 
 def most_ambiguous(view: View) -> list[dict[str, Any]]:

@@ -18,7 +18,7 @@ from moescope.spectral.decompose import random_rank
 from moescope.spectral.pairing import ALPHA, IDENTIFYING_ACCURACY, false_call_rate
 from moescope.spectral.subspaces import COLLAPSED, REDUNDANT
 from moescope.types import SIGNIFICAND_BITS, Coverage
-from moescope.verb import FigureSpec, Tables
+from moescope.verb import FigureSpec, Finding, Tables
 from moescope.weights.figures_identification import (
     FEWEST_TESTED,
     experts_by_layer,
@@ -147,26 +147,27 @@ def headline(all_views: list[View]) -> list[str]:
     first, *rest = all_views
     sentences = findings(first)
     if rest and first.has_rows:
-        sentences[0] = f"{capital(first.label)}: {lower(sentences[0])}"
+        sentences[0] = Finding(f"{capital(first.label)}: {lower(sentences[0])}", figure="accuracy_by_k")
     same = [view for view in rest if first.has_rows and verdict_layers(view) == verdict_layers(first)]
     others = [view for view in rest if first.has_rows and verdict_layers(view) != verdict_layers(first)]
     for other in others[:NAMED_AT_MOST]:
-        sentences.append(f"{capital(other.label)}: {lower(verdict_sentence(other.tables))}.")
+        text = f"{capital(other.label)}: {lower(verdict_sentence(other.tables))}."
+        sentences.append(Finding(text, figure="accuracy_by_k", scan=other.label))
     seen = {first.keys["matrix"]}
     for view in rest:
         if (matrix := view.keys["matrix"]) not in seen:
             seen.add(matrix)
             pairs = "similarity" in view.tables
-            sentences.append(
-                f"{capital(matrix)} matrices: {lower(redundancy_finding(view))}"
-                if pairs
-                else rank_sentence(view)
-            )
+            found = redundancy_finding(view) if pairs else rank_sentence(view)
+            text = f"{capital(matrix)} matrices: {lower(found)}" if pairs else str(found)
+            sentences.append(Finding(text, **found.place, scan=view.label))
     if same:
         who = f"{len(same)} other views" if len(same) > 1 else same[0].label
-        sentences.append(f"{capital(who)}: same verdicts as {first.label}.")
+        text = f"{capital(who)}: same verdicts as {first.label}."
+        sentences.append(Finding(text, figure="compare_accuracy"))
     if len(others) > NAMED_AT_MOST:
-        sentences.append(f"{len(others) - NAMED_AT_MOST} more views have other verdicts; see Side by side.")
+        text = f"{len(others) - NAMED_AT_MOST} more views have other verdicts; see Side by side."
+        sentences.append(Finding(text, figure="compare_accuracy"))
     return sentences
 
 
@@ -199,22 +200,24 @@ def findings(view: View) -> list[str]:
     ]
 
 
-def verdict_finding(view: View) -> str:
+def verdict_finding(view: View) -> Finding:
     counts = [view.n_experts(layer) for layer in view.layers]
     tested = sum(n >= FEWEST_TESTED for n in counts)
     start = f"{verdict_sentence(view.tables)}. "
     if not tested:
-        return f"{start}3 experts have only 6 pairings, so no p can be below 1/6."
+        text = f"{start}3 experts have only 6 pairings, so no p can be below 1/6."
+        return Finding(text, figure="accuracy_by_k")
     layers = view.tables["alignment_layers"]
     ks = layers[~layers["degenerate"].astype(bool)].groupby("layer")["k"].nunique()
     level = sum(
         false_call_rate(n, int(ks.get(layer, 0))) for layer, n in zip(view.layers, counts, strict=True)
     )
-    return f"{start}False positives expected among {tested} random layers: at most {number(level)}."
+    text = f"{start}False positives expected among {tested} random layers: at most {number(level)}."
+    return Finding(text, figure="accuracy_by_k")
 
 
 def other_order_findings(view: View) -> list[str]:
-    sentences = []
+    sentences: list[str] = []
     for layer in verdict_layers(view).get("permuted", []):
         order = view.facts(layer)["other_order"]
         pairs = zip(order["routers"], order["experts"], strict=True)
@@ -224,26 +227,28 @@ def other_order_findings(view: View) -> list[str]:
             if expert not in (None, router)
         ]
         shown = listed(permuted) if len(permuted) <= 8 else examples(permuted)
-        sentences.append(
+        text = (
             f"Layer {layer}: router rows and experts fit one to one, but not in the stored order; at "
             f"k = {order['k']}, {shown} (p ≤ {number(order['p'])})."
         )
+        sentences.append(Finding(text, figure="pair_matrix", layer=int(layer)))
     return sentences
 
 
 def small_k_findings(view: View) -> list[str]:
     """Layers that identify their experts at small k only, far below the end of the k grid."""
-    sentences = []
+    sentences: list[str] = []
     layers = view.tables["alignment_layers"]
     for layer in verdict_layers(view).get("identifying", []):
         rows = layers[(layers["layer"] == layer) & ~layers["degenerate"].astype(bool)].sort_values("k")
         last_good = int(rows.loc[rows["argmax_accuracy"] >= IDENTIFYING_ACCURACY, "k"].max())
         last = rows.iloc[-1]
         if last_good <= last["k"] / 4 and last["argmax_accuracy"] < 0.5:
-            sentences.append(
+            text = (
                 f"Layer {layer} identifies its experts at small k only: up to k = {last_good}; at "
                 f"k = {last['k']:.0f} accuracy is {number(last['argmax_accuracy'])}."
             )
+            sentences.append(Finding(text, figure="accuracy_by_k", layer=int(layer)))
     return sentences
 
 
@@ -253,15 +258,16 @@ def avoidance_findings(view: View) -> list[str]:
     tests = view.tables["alignment_tests"].sort_values("layer")
     q = false_discovery_control(tests["p_lower"].to_numpy(float))
     layers = view.tables["alignment_layers"]
-    sentences = []
+    sentences: list[str] = []
     for layer, p in tests.loc[q <= ALPHA, ["layer", "p_lower"]].itertuples(index=False):
         rows = layers[(layers["layer"] == layer) & ~layers["degenerate"].astype(bool)]
         lowest = rows.loc[rows["perm_z"].idxmin()]
-        sentences.append(
+        text = (
             f"Layer {layer}: router rows avoid their own experts at k = {lowest['k']:.0f}, alignment "
             f"{number(lowest['align'])} (average pair: {number(lowest['shuffle_mean'])}; lower-tail "
             f"p = {number(p)})."
         )
+        sentences.append(Finding(text, figure="delta_by_k", layer=int(layer)))
     return sentences
 
 
@@ -270,7 +276,7 @@ def hub_findings(view: View) -> list[str]:
 
     Chance: n router rows choose among n experts at random; Bonferroni-corrected over experts, ks and layers.
     """
-    hubs = []
+    hubs, layers = [], []
     best = view.tables["alignment_tests"].set_index("layer")["best_k"]
     looks = view.tables["alignment_layers"].groupby("layer")["k"].nunique().sum()
     for layer, rows in view.tables["pairs"].groupby("layer"):
@@ -280,12 +286,14 @@ def hub_findings(view: View) -> list[str]:
         wins = np.bincount(M.argmax(axis=1)[first - second > TIE], minlength=n)
         if looks * n * bdtrc(wins.max() - 1, n, 1 / n) <= ALPHA:
             hubs.append(f"expert {grid.columns[wins.argmax()]} of layer {layer} ({wins.max()} of {n})")
+            layers.append(int(layer))
     if not hubs:
         return []
-    return [
+    text = (
         f"Experts that are the best match of more router rows than chance allows: {examples(hubs)}; one each "
         "is expected. A direction common to all rows has the same effect; the centered view removes it."
-    ]
+    )
+    return [Finding(text, figure="pair_matrix", layer=layers[0])]
 
 
 def examples(items: list[str]) -> str:
@@ -304,20 +312,25 @@ def collapsed_pairs(view: View) -> list[dict[str, Any]]:
     return [{name: kind(row[name]) for name, kind in kinds.items()} for _, row in close.iterrows()]
 
 
-def redundancy_finding(view: View) -> str:
+def redundancy_finding(view: View) -> Finding:
     statistics = view.tables["orthogonality"].query("k == 1")
     pairs = view.tables["similarity"].query("k == 1").groupby("layer").size()
     widths = d_model_by_layer(view.tables)
     expected = sum(count * share_above(REDUNDANT, widths[layer]) for layer, count in pairs.items())
+    close = collapsed_pairs(view)
     named = [
         f"{pair['expert_a']} and {pair['expert_b']} of layer {pair['layer']} ({number(abs(pair['cosine']))})"
-        for pair in collapsed_pairs(view)
+        for pair in close
     ]
+    place = {"figure": "orthogonality_by_layer"}
+    if close:
+        place = {"figure": "cosine_heatmap", "layer": close[0]["layer"]}
     start = f"Collapsed experts (|cos| above {COLLAPSED}): {examples(named) if named else 'none'}"
-    return (
+    text = (
         f"{start}; {statistics['n_pairs_above_0_3'].sum():,} of {pairs.sum():,} pairs are above {REDUNDANT} "
         f"(expected of random directions: {number(expected)} pairs)."
     )
+    return Finding(text, **place)
 
 
 def ambiguity_finding(view: View) -> list[str]:
@@ -329,14 +342,16 @@ def ambiguity_finding(view: View) -> list[str]:
     rest = f" Not ranked, since they do not beat chance: {named_layers(others)}." if others else ""
     chance = f"a layer at chance: {number(table['absolute_chance'].mean())}"
     if ranked.empty:
-        return [f"Ambiguity: no layer is ranked, none beats chance (absolute score of {chance})."]
+        text = f"Ambiguity: no layer is ranked, none beats chance (absolute score of {chance})."
+        return [Finding(text, figure="absolute_ambiguity_by_layer")]
     named = [
         f"layer {row.layer} ({number(row.absolute_score)}"
         + ("" if pd.isna(row.ambiguity_score) else f"; relative {number(row.ambiguity_score)}")
         + ")"
         for row in ranked.head(NAMED_AT_MOST).itertuples()
     ]
-    return [f"Ambiguity, absolute score: highest in {', '.join(named)} ({chance}).{rest}"]
+    text = f"Ambiguity, absolute score: highest in {', '.join(named)} ({chance}).{rest}"
+    return [Finding(text, figure="absolute_ambiguity_by_layer", layer=int(ranked["layer"].iloc[0]))]
 
 
 def layer_ranks(view: View) -> pd.DataFrame:
@@ -348,15 +363,16 @@ def layer_ranks(view: View) -> pd.DataFrame:
     )
 
 
-def rank_sentence(view: View) -> str:
+def rank_sentence(view: View) -> Finding:
     ranks = layer_ranks(view)
     middle = ranks["effective_rank"]
     span = from_to(middle.min(), f"layer {middle.idxmin()}", middle.max(), f"layer {middle.idxmax()}")
     median = ", median per layer," if (ranks["expert"] > 1).any() else ""
-    return (
+    text = (
         f"Effective rank of the {view.keys['matrix']} matrices{median} {span}; largest rank "
         f"{number(ranks['rank'].max())}."
     )
+    return Finding(text, figure="ranks_by_layer")
 
 
 def rank_findings(view: View) -> list[str]:
@@ -364,7 +380,7 @@ def rank_findings(view: View) -> list[str]:
     a Poisson count."""
     spectra = view.tables["spectra"]
     halves = 2 if view.keys["matrix"] == "gate_up" else 1
-    named = []
+    named, cells = [], []
     for layer, rows in spectra[spectra["rank"].notna()].groupby("layer"):
         setup = view.setup(layer)
         shape = (halves * setup["d_ff"], setup["d_model"])
@@ -373,6 +389,9 @@ def rank_findings(view: View) -> list[str]:
         for _, row in rows[min(shape) - rows["rank"].astype(float) > lost + 3 * lost**0.5].iterrows():
             facts = f"rank {row['rank']:.0f}, random matrices {number(random)}"
             named.append(f"expert {row['expert']} of layer {layer} ({facts})")
+            cells.append((int(layer), int(row["expert"])))
     if not named:
         return []
-    return [f"{capital(counted(len(named), 'rank-deficient expert'))}: {examples(named)}."]
+    text = f"{capital(counted(len(named), 'rank-deficient expert'))}: {examples(named)}."
+    layer, expert = cells[0]
+    return [Finding(text, tab="overview", colour="effective_rank", layer=layer, expert=expert)]

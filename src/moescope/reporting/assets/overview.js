@@ -19,8 +19,8 @@ M.overview = (() => {
   function card(keys) {
     const known = keys.flatMap(({ key }) => key ?? []);
     const { name, unit } = known[0];
-    const top = Math.max(...known.flatMap((key) => [key.most ?? 0, key.value, key.chance ?? 0]), 1e-12);
-    const part = (value) => `${(100 * Math.min(Math.max(value, 0), top)) / top}%`;
+    const top = Math.max(...known.flatMap((key) => [key.most ?? 0, Math.abs(key.value), key.chance ?? 0]), 1e-12);
+    const part = (value) => `${(100 * Math.min(Math.abs(value), top)) / top}%`;
     const column = ({ key, run }) => make("div", {}, keys.length > 1 ? tag([run]) : null,
       make("div", { class: "value" }, M.number(key?.value), keys.length > 1 ? null : make("small", {}, ` ${unit}`)),
       key && make("span", { class: "bar" }, make("i", { style: `width:${part(key.value)}` }), key.chance === null ? null : make("u", { class: "chance", style: `left:${part(key.chance)}` })),
@@ -36,15 +36,16 @@ M.overview = (() => {
   }
 
   // ---- findings
-  const headOf = (text) => text.match(/^[^:(,;]{3,70}(?=:)/)?.[0] ?? text.match(/^(?:[^(,;.]|[,.](?=\d)){3,90}(?=[(,;. ])/)?.[0] ?? text;
-  const link = (head, place) => make("a", { href: M.state.link({ layer: null, expert: null, colour: null, figure: null, section: null, ...place }) }, head);
+  const headOf = (text) => text.match(/^(?:[^:(;.]|\.(?=\d)){3,70}(?=:)/)?.[0] ?? text.match(/^(?:[^(,;.]|[,.](?=\d)){3,90}(?=[(,;. ])/)?.[0] ?? text;
+  const link = (content, place) => make("a", { href: M.state.link({ layer: null, expert: null, colour: null, figure: null, section: null, ...place }) }, content);
   // One item per finding; what two runs say under one head is one item.
   function items(pair) {
     const found = new Map();
     for (const run of pair) for (const { text, place } of run.findings) {
       const head = headOf(text);
+      const key = found.get(head)?.some((entry) => entry.run === run.index) ? text : head;
       const root = M.selected.alike.includes(run.root) ? { run: run.root } : {};
-      found.set(head, [...(found.get(head) ?? []), { head, text, place: { tab: run.tab, ...root, ...place }, run: run.index }]);
+      found.set(key, [...(found.get(key) ?? []), { head, text, place: { tab: run.tab, ...root, ...place }, run: run.index }]);
     }
     return [...found.values()];
   }
@@ -53,7 +54,7 @@ M.overview = (() => {
       const [{ head, text, place, run }] = entries;
       return make("li", {}, run === null ? null : tag([run]), link(head, place), text.slice(head.length));
     }
-    const lines = entries.map(({ head, text, place, run }) => make("div", {}, make("a", { href: M.state.link({ layer: null, expert: null, colour: null, figure: null, section: null, ...place }) }, tag([run])), text.slice(head.length).replace(/^:/, "")));
+    const lines = entries.map(({ head, text, place, run }) => make("div", {}, link(tag([run]), place), text.slice(head.length).replace(/^:/, "")));
     return make("li", {}, entries[0].head, ...lines);
   }
   function findings() {
