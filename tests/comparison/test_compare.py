@@ -133,10 +133,13 @@ def test_the_expert_that_changed_most_is_named_with_the_median(run):
 def test_key_numbers_stand_with_their_chance_levels(run):
     geometry = run.table("geometry")
     experts, routers = geometry[geometry["matrix"] != "router"], geometry[geometry["matrix"] == "router"]
-    keys = [(key.value, key.chance) for key in run.verb.summary(run).key_numbers]
+    *keys, changed = run.verb.summary(run).key_numbers
     expected = [experts["relative_l2"].mean(), experts["sv_alignment"].mean(), routers["cosine"].median()]
-    assert [value for value, _ in keys] == pytest.approx(expected)
-    assert [chance for _, chance in keys] == pytest.approx([2**0.5, 0, 0])
+    assert [key.value for key in keys] == pytest.approx(expected)
+    assert [key.chance for key in keys] == pytest.approx([2**0.5, 0, 0])
+    assert [key.word for key in keys] == ["changed"] * 3
+    pairs = experts.groupby(["layer", "expert_a"])["relative_l2"].max()
+    assert (changed.value, changed.most) == ((pairs > 0).sum(), len(pairs))
 
 
 def test_alignment_and_ambiguity_before_and_after_are_those_of_two_scans(run, base, tuned, tmp_path):

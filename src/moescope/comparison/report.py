@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,7 @@ from moescope.comparison.figures import (
 from moescope.comparison.tables import TABLES
 from moescope.plotting.style import counted, number
 from moescope.reporting.joint import series_of_runs
-from moescope.reporting.pack import plain_table, table_payload
+from moescope.reporting.pack import plain, plain_table, table_payload
 from moescope.reporting.untrusted import plot_words
 from moescope.run import Run
 from moescope.types import Coverage
@@ -31,7 +31,9 @@ from moescope.verb import (
     FigureSpec,
     Finding,
     KeyNumber,
+    LayerCards,
     Measure,
+    Payload,
     Section,
     Selection,
     Summary,
@@ -183,6 +185,20 @@ def measures(run: Run) -> list[Measure]:
         frame = rows[["layer", "expert", "value"]]
         found.append(Measure("router_change", "Change of router rows", frame, "", caption))
     return found
+
+
+def experts(run: Run) -> Iterator[LayerCards]:
+    """Relative L2 of each expert's matrices and of its router row between the checkpoints."""
+    if "geometry" not in run.tables or of_runs(run):
+        return
+    rows = unmatched({"geometry": run.table("geometry")})
+    for layer, of_layer in rows[rows["relative_l2"].notna()].groupby("layer"):
+        cards: dict[int, list[Payload]] = {}
+        for expert, of_expert in of_layer.groupby("expert_a"):
+            distances = of_expert[["matrix", "relative_l2"]].to_numpy(object).tolist()
+            block = {"kind": "bars", "title": "Relative L2 per matrix (unrelated: 1.41)"}
+            cards[int(expert)] = [{**block, "rows": plain(distances), "middle": UNRELATED_L2}]
+        yield LayerCards(int(layer), cards)
 
 
 def change_finding(geometry: pd.DataFrame) -> list[str]:

@@ -14,7 +14,16 @@ from moescope.arguments import choose_device, device_warnings, names, one_of, ra
 from moescope.checkpoint import open_checkpoint
 from moescope.comparison.changes import table_changes
 from moescope.comparison.figures import FIGURES
-from moescope.comparison.report import ALIGNMENT_FIGURES, guide, measures, overlay, sections, select, summary
+from moescope.comparison.report import (
+    ALIGNMENT_FIGURES,
+    experts,
+    guide,
+    measures,
+    overlay,
+    sections,
+    select,
+    summary,
+)
 from moescope.comparison.tables import TABLES
 from moescope.engine import open_engine
 from moescope.errors import BadInput
@@ -430,4 +439,5 @@ VERB = Verb(
     guide=guide,
     tab="weights",
     measures=measures,
+    experts=experts,
 )

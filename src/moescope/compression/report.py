@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import pandas as pd
@@ -26,7 +26,7 @@ from moescope.compression.figures import (
 )
 from moescope.compression.tables import TABLES
 from moescope.plotting.style import byte_size, counted, number, span
-from moescope.reporting.pack import table_payload
+from moescope.reporting.pack import plain, table_payload
 from moescope.reporting.untrusted import plot_words
 from moescope.run import Run
 from moescope.types import Coverage
@@ -34,7 +34,9 @@ from moescope.verb import (
     FigureSpec,
     Finding,
     KeyNumber,
+    LayerCards,
     Measure,
+    Payload,
     Section,
     Selection,
     Summary,
@@ -231,7 +233,34 @@ def measures(run: Run) -> list[Measure]:
         frame = saliency[["layer", "expert", "mark"]].assign(value=relative, chance=1.0)
         caption = f"{title} of each expert, as a multiple of the layer's mean. Crossed out: dropped."
         measured.append(Measure(name, title, frame, "× layer mean", caption, 1.0, True, (0.25, 4.0)))
+    if saliency["rank_low"].notna().any():
+        score = score_column({"clusters": clusters})
+        ranks = saliency.groupby("layer")[score].rank(ascending=False, method="min")
+        columns = {"value": ranks, "low": saliency["rank_low"], "high": saliency["rank_high"]}
+        frame = saliency[["layer", "expert", "mark"]].assign(**columns)
+        caption = (
+            f"Rank of each expert's {score.replace('_', ' ')} in its layer, 1: highest, with its 95 % "
+            "interval over documents. Crossed out: dropped."
+        )
+        measured.append(Measure("rank", "Saliency rank", frame, "", caption))
     return measured
+
+
+def experts(run: Run) -> Iterator[LayerCards]:
+    """The experts that each expert is merged with, and their weights."""
+    if "clusters" not in run.tables:
+        return
+    clusters = run.table("clusters")
+    for layer, rows in clusters[clusters["cluster"].notna()].groupby("layer"):
+        cards: dict[int, list[Payload]] = {}
+        for _, group in rows.groupby("cluster"):
+            members = {int(row.expert): float(row.weight) for row in group.itertuples()}
+            for expert in members if len(members) > 1 else ():
+                others = [[other, plain(weight)] for other, weight in members.items() if other != expert]
+                block = {"kind": "experts", "title": "Merged with", "rows": others, "unit": "weight"}
+                cards[expert] = [block]
+        if cards:
+            yield LayerCards(int(layer), cards)
 
 
 def sections(run: Run, selection: Selection) -> list[Section]:

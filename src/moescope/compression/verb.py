@@ -12,7 +12,7 @@ from moescope.checkpoint import open_checkpoint
 from moescope.comparison.tables import TABLES as DISTANCE_TABLES
 from moescope.compression.figures import FIGURES
 from moescope.compression.plan import MergeWeights, RouterAfter, checkpoint_mark, plan_identity
-from moescope.compression.report import guide, measures, sections, summary
+from moescope.compression.report import experts, guide, measures, sections, summary
 from moescope.compression.tables import TABLES
 from moescope.errors import BadInput
 from moescope.execution.model_names import Dtype, check_token_ids, step_names
@@ -191,5 +191,6 @@ VERB = Verb(
     guide=guide,
     tab="compression",
     measures=measures,
+    experts=experts,
     files=("plan.json", "plan.safetensors", "calibration.safetensors"),
 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ from moescope.errors import BadInput
 from moescope.lab.figures_training import KEYS, LOSS_BY_RUN, LOSSES, SPEED, all_domains
 from moescope.lab.tables import TRAIN_TABLES
 from moescope.plotting.style import RANDOM, byte_size, counted, listed, number, span
-from moescope.reporting.pack import table_payload
+from moescope.reporting.pack import plain, table_payload
 from moescope.reporting.page import run_names
 from moescope.reporting.untrusted import plot_words
 from moescope.routing.report_monitor import (
@@ -25,7 +26,17 @@ from moescope.routing.report_monitor import (
     worst_load,
 )
 from moescope.run import Run
-from moescope.verb import FigureSpec, Finding, KeyNumber, Section, Selection, Summary, Tables, all_rows
+from moescope.verb import (
+    FigureSpec,
+    Finding,
+    KeyNumber,
+    LayerCards,
+    Section,
+    Selection,
+    Summary,
+    Tables,
+    all_rows,
+)
 
 METRIC_WORDS = {
     "gini": "Gini of the load",
@@ -206,6 +217,27 @@ def sections(run: Run, selection: Selection) -> list[Section]:
     if speed:
         parts.append(Section("speed", "Gradient norm and speed", "Measured during training.", speed))
     return parts
+
+
+def experts(run: Run) -> Iterator[LayerCards]:
+    """Load of each expert over the steps of training, as a multiple of an even share."""
+    if "load" not in run.tables or not is_routed(run):
+        return
+    for layer, rows in run.table("load").groupby("layer"):
+        tokens = rows.pivot_table(index="step", columns="expert", values="tokens", aggfunc="sum").fillna(0)
+        even = tokens.mean(axis=1)
+        shares = tokens.div(even.where(even > 0), axis=0).dropna()
+        if len(shares) < 2:
+            continue
+        block = {
+            "kind": "curve",
+            "title": "Load over training (even share: 1)",
+            "x": plain(shares.index.tolist()),
+            "labels": ["step", "times an even share"],
+            "logarithmic": False,
+        }
+        cards = {int(expert): [{**block, "y": plain(shares[expert].tolist())}] for expert in shares}
+        yield LayerCards(int(layer), cards)
 
 
 def is_routed(run: Run) -> bool:

@@ -23,7 +23,7 @@ from moescope.lab.corpus import (
     training_vocabulary,
 )
 from moescope.lab.figures_training import TRAIN_FIGURES
-from moescope.lab.report_training import guide, overlay, page_title, sections, select, summary
+from moescope.lab.report_training import experts, guide, overlay, page_title, sections, select, summary
 from moescope.lab.tables import TRAIN_TABLES
 from moescope.processor import avoid_broken_amx
 from moescope.progress import progress, unsaid_alerts
@@ -576,6 +576,7 @@ VERB = Verb(
     sections=sections,
     select=select,
     overlay=overlay,
+    experts=experts,
     guide=guide,
     tab="training",
     title=page_title,

@@ -67,7 +67,7 @@ M.experts = (() => {
       const rank = values.filter((cell) => cell > value).length + 1;
       const chance = measure.chance?.[row][expert];
       const interval = measure.low?.[row][expert] !== undefined && measure.low?.[row][expert] !== null ? ` [${M.number(measure.low[row][expert])}, ${M.number(measure.high[row][expert])}]` : "";
-      const notes = [chance === undefined || chance === null ? "" : `chance ${M.number(chance)}`, `rank ${rank} of ${values.length}`].filter(Boolean);
+      const notes = [chance === undefined || chance === null ? "" : `chance ${M.number(chance)}`, measure.name === "rank" ? `of ${values.length}` : `rank ${rank} of ${values.length}`, measure.mark?.[row][expert] ? "dropped" : ""].filter(Boolean);
       const line = make("tr", { "data-measure": measure.name }, make("th", { scope: "row" }, measure.title),
         make("td", {}, make("b", {}, M.number(value)), `${interval} ${measure.unit}`, make("div", { class: "soft" }, notes.join(" · "))));
       groups.set(measure.verb, [...(groups.get(measure.verb) ?? []), line]);
@@ -83,7 +83,9 @@ M.experts = (() => {
     for (const verb of verbs) {
       const part = make("div", { class: "expert-part", "data-verb": verb });
       const run = M.data.runs.find((entry) => entry.verb === verb);
-      part.append(make("h3", {}, M.data.tabs.find((tab) => tab.name === run?.tab)?.title ?? verb));
+      const title = M.data.tabs.find((tab) => tab.name === run?.tab)?.title ?? verb;
+      const taken = parts.some((other) => other.querySelector("h3").textContent === title);
+      part.append(make("h3", {}, taken ? `${title}: ${verb}` : title));
       if (groups.has(verb)) part.append(make("table", { class: "numbers" }, make("tbody", {}, ...groups.get(verb))));
       for (const entry of places.filter((place) => place.verb === verb)) {
         const cards = await M.payload(entry.payload);
