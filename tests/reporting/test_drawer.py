@@ -63,7 +63,6 @@ def expected(runs, layer: int, expert: int) -> dict[str, list[float]]:
     own = pairs[(pairs["expert_a"] == expert) | (pairs["expert_b"] == expert)]
     rank = cell(runs["scan"].table("spectra"), **place)["effective_rank"].iloc[0]
     load = cell(runs["trace"].table("load"), layer=layer).groupby("expert")["tokens"].sum()
-    domains = cell(runs["trace"].table("domains"), **place).set_index("domain")
     moved = cell(runs["compare"].table("geometry"), layer=layer, expert_a=expert).set_index("matrix")
     saliency = cell(runs["compress"].table("saliency"), layer=layer).set_index("expert")
     row = saliency.loc[expert]
@@ -74,8 +73,6 @@ def expected(runs, layer: int, expert: int) -> dict[str, list[float]]:
         "redundancy": [own["cosine"].abs().max()],
         "effective_rank": [rank],
         "load": [load[expert] / load.mean()],
-        "domain-a": [domains.loc["a", "affinity"]],
-        "domain-b": [domains.loc["b", "affinity"]],
         "change": [moved.drop("router")["relative_l2"].mean()],
         "router_change": [moved.loc["router", "relative_l2"]],
         "reap": [row["reap"] / saliency["reap"].mean()],
@@ -101,6 +98,10 @@ def test_the_drawer_shows_every_run_of_the_model_with_the_tables_numbers(page, r
         found = page.evaluate(NUMBERS)
         for measure, values in expected(runs, layer, expert).items():
             assert shown_numbers(found[measure]) == pytest.approx(values, rel=6e-3, abs=1e-6), measure
+        domains = cell(runs["trace"].table("domains"), layer=layer, expert=expert).set_index("domain")
+        for domain, lift in domains["affinity"].items():
+            shown = page.locator(f"#drawer .bar-row[data-name={domain}] .amount").text_content()
+            assert shown_numbers(shown) == pytest.approx([lift], rel=6e-3), domain
         parts = page.locator("#drawer .expert-part").evaluate_all(
             "all => all.map((part) => part.dataset.verb)"
         )
