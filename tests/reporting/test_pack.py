@@ -56,3 +56,11 @@ def test_a_table_made_by_hand_has_heads_and_plain_rows():
     payload = plain_table("glance", "At a glance", heads, [[0, 0.5]])
     assert payload["columns"][1] == {"name": "cv", "title": "CV", "kind": "float"}
     assert payload["rows"] == [[0, 0.5]]
+
+
+def test_many_numbers_are_rounded_as_each_alone_is_written():
+    generator = np.random.default_rng(0)
+    values = generator.standard_normal(20_000) * 10.0 ** generator.integers(-30, 30, 20_000)
+    values = [*values.tolist(), 0.0, -0.0, 0.1, 999999.5, 123456.5, 1e-300, 5e-324, 1e300]
+    assert plain(values) == [float(f"{value:.6g}") for value in values]
+    assert plain([*values, float("nan"), float("inf")])[-2:] == [None, None]

@@ -11,6 +11,7 @@ from dataclasses import replace
 import pytest
 
 import moescope
+import moescope.run as run_module
 from checkpoints import tiny_config, tiny_tensors, write_checkpoint
 from moescope.errors import BadInput
 from moescope.reporting.verb import report
@@ -33,6 +34,16 @@ def test_the_report_is_one_file_with_plotly_once_and_no_address_to_load_from(pla
     assert gzip.decompress(base64.b64decode(packed)).count(b"plotly.js v") == 1
     outside = re.sub(r"<script.*?</script>", "", planted_html, flags=re.DOTALL)
     assert not re.findall(r'(?:src|href)="(?!#|data:)', outside)
+
+
+def test_every_table_is_read_once(planted_run, tmp_path, monkeypatch):
+    read, opened = run_module.read_parquet, []
+    monkeypatch.setattr(
+        run_module, "read_parquet", lambda path, table: opened.append(path) or read(path, table)
+    )
+    report(planted_run, out=tmp_path / "r.html")
+    assert opened
+    assert len(opened) == len(set(opened))
 
 
 def named(found: dict, figure: str) -> dict:

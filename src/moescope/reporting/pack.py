@@ -15,6 +15,7 @@ import pandas as pd
 from moescope.tables import Table
 from moescope.verb import Figure
 
+FEW = 16  # numbers from which on arrays are faster than a loop
 SMALL = 64  # arrays of up to so many numbers are written out
 
 
@@ -27,6 +28,20 @@ def typed_array(array: np.ndarray) -> Any:
     return to_typed_array_spec(array.astype(np.float32) if array.dtype.kind == "f" else array)
 
 
+def rounded(values: Sequence[float]) -> list[float | None]:
+    """Return numbers to six significant digits, null where there is no number; many are rounded at once."""
+    if len(values) < FEW:
+        return [float(f"{value:.6g}") if math.isfinite(value) else None for value in values]
+    array = np.asarray(values, float)
+    known = np.isfinite(array) & (array != 0)
+    digits = 5 - np.floor(np.log10(np.abs(array, where=known, out=np.ones_like(array)))).astype(int)
+    usual = known & (digits >= 0) & (digits <= 20)  # powers of ten without a rounding error
+    scale = 10.0 ** np.where(usual, digits, 0)
+    short = np.where(usual, np.round(array * scale) / scale, array)
+    numbers = zip(short.tolist(), usual.tolist(), strict=True)
+    return [number if fine else plain(number) for number, fine in numbers]
+
+
 def plain(value: Any) -> Any:
     """Return the value as JSON can hold it: six significant digits, null where there is no number."""
     if isinstance(value, np.ndarray):
@@ -34,7 +49,10 @@ def plain(value: Any) -> Any:
     if isinstance(value, dict):
         return {key: plain(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
-        return [plain(item) for item in value]
+        kinds = set(map(type, value))
+        if kinds == {float}:
+            return rounded(value)
+        return list(value) if kinds <= {int, str} else [plain(item) for item in value]
     if isinstance(value, (bool, np.bool_)):
         return bool(value)
     if isinstance(value, (int, np.integer)):
@@ -81,8 +99,8 @@ def table_payload(table: Table, frame: pd.DataFrame, columns: Sequence[str], tit
         }
         for name in columns
     ]
-    rows = frame[list(columns)].itertuples(index=False, name=None)
-    return {"name": table.name, "title": title, "columns": heads, "rows": [plain(list(row)) for row in rows]}
+    rows = zip(*(plain(frame[name].tolist()) for name in columns), strict=True)
+    return {"name": table.name, "title": title, "columns": heads, "rows": [list(row) for row in rows]}
 
 
 def plain_table(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -70,11 +70,24 @@ def page_content(runs: list[Run]) -> dict[str, Any]:
     return {"title": data["title"], "data": script_json(spelled_out(data)), "payloads": page.payloads}
 
 
+@dataclass
+class HeldRun(Run):
+    """A run whose tables are read once, for as long as a page is built."""
+
+    frames: dict[str, pd.DataFrame] = field(default_factory=dict, compare=False)
+
+    def table(self, name: str) -> pd.DataFrame:
+        if name not in self.frames:
+            self.frames[name] = super().table(name)
+        return self.frames[name].copy(deep=False)
+
+
 class Page:
     """One page: its runs with their parts, its payloads, and the numbers of views."""
 
     def __init__(self, runs: list[Run]) -> None:
-        self.runs = with_parts(runs)
+        runs = [HeldRun(run.path, run.info) for run in runs]
+        self.runs: list[Run] = with_parts(runs)
         self.names = run_names(self.runs)
         parts = {run.path: list(run.parts.values()) if run.verb.parts else [] for run in runs}
         inner = {part.path.resolve() for inside in parts.values() for part in inside}
@@ -366,7 +379,8 @@ def with_parts(runs: list[Run]) -> list[Run]:
         parts = run.parts if run.verb.parts else {}
         for name in run.verb.parts:
             if name in parts:
-                shown.setdefault(parts[name].path.resolve(), parts[name])
+                part = HeldRun(parts[name].path, parts[name].info)
+                shown.setdefault(part.path.resolve(), part)
     return list(shown.values())
 
 

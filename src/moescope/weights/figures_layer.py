@@ -37,8 +37,10 @@ def first_layer(draw: Callable[[Tables], Figure]) -> Callable[[Tables], Figure]:
 
     @functools.wraps(draw)
     def drawn(tables: Tables) -> Figure:
-        layer = min(frame["layer"].min() for frame in tables.values() if len(frame))
-        return draw({name: frame[frame["layer"] == layer] for name, frame in tables.items()})
+        layers = {name: frame["layer"].to_numpy() for name, frame in tables.items() if len(frame)}
+        first = min(numbers.min() for numbers in layers.values())
+        several = {name: numbers == first for name, numbers in layers.items() if (numbers != first).any()}
+        return draw(tables | {name: tables[name][mask] for name, mask in several.items()})
 
     return drawn
 

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import lru_cache
+from itertools import pairwise
 
 import numpy as np
 import pandas as pd
 
 from moescope.plotting.style import number
-from moescope.reporting.pack import plain
 from moescope.run import Run
 from moescope.verb import LayerCards, Measure, Payload, Strip, Tables
 from moescope.weights.figures_redundancy import (
@@ -160,36 +161,58 @@ def experts(run: Run) -> Iterator[LayerCards]:
 def layer_cards(tables: Tables) -> dict[int, list[Payload]]:
     blocks: dict[int, list[Payload]] = {}
     if "alignment" in tables:
-        for expert, rows in tables["alignment"].sort_values("k").groupby("expert"):
-            mean, spread = rows["shuffle_mean"].to_numpy(float), rows["shuffle_std"].to_numpy(float)
-            curve = {
+        rows = tables["alignment"].sort_values(["expert", "k"])
+        mean, spread = rows["shuffle_mean"].to_numpy(float), rows["shuffle_std"].to_numpy(float)
+        ks, align = rows["k"].tolist(), rows["align"].tolist()
+        low, high = (np.clip(mean + side * spread, 0, 1).tolist() for side in (-2, 2))
+        for expert, part in stretches(rows["expert"].to_numpy()):
+            curve: Payload = {
                 "kind": "curve",
                 "title": "Alignment over k",
-                "x": plain(rows["k"].tolist()),
-                "y": plain(rows["align"].tolist()),
-                "low": plain(np.clip(mean - 2 * spread, 0, 1).tolist()),
-                "high": plain(np.clip(mean + 2 * spread, 0, 1).tolist()),
+                "x": ks[part],
+                "y": align[part],
+                "low": low[part],
+                "high": high[part],
                 "logarithmic": True,
                 "labels": ["k", "alignment"],
                 "band": "random pairings, mean ± 2 sd",
             }
-            blocks.setdefault(int(expert), []).append(curve)
+            blocks.setdefault(expert, []).append(curve)
     if "similarity" in tables and len(tables["similarity"]):
         pairs = both_directions(tables["similarity"]).sort_values("cosine", ascending=False, kind="stable")
-        for expert, rows in pairs.groupby("expert"):
-            nearest = rows.head(NEAREST)[["other", "cosine"]].to_numpy(object).tolist()
-            block = {"kind": "experts", "title": "Nearest experts", "rows": plain(nearest), "unit": "|cos|"}
-            blocks.setdefault(int(expert), []).append(block)
-    for row in tables["spectra"].itertuples():
-        values = np.asarray(row.singular_values, float)
-        places = np.unique(np.geomspace(1, len(values), SPECTRUM_POINTS).round().astype(int)) - 1
+        pairs = pairs.groupby("expert").head(NEAREST).sort_values("expert", kind="stable")
+        nearest = list(map(list, zip(pairs["other"].tolist(), pairs["cosine"].tolist(), strict=True)))
+        for expert, part in stretches(pairs["expert"].to_numpy()):
+            block: Payload = {
+                "kind": "experts",
+                "title": "Nearest experts",
+                "rows": nearest[part],
+                "unit": "|cos|",
+            }
+            blocks.setdefault(expert, []).append(block)
+    for expert, values in zip(tables["spectra"]["expert"], tables["spectra"]["singular_values"], strict=True):
+        places = spectrum_places(len(values))
         block = {
             "kind": "curve",
             "title": "Singular values",
-            "x": plain((places + 1).tolist()),
-            "y": plain(values[places].tolist()),
+            "x": (places + 1).tolist(),
+            "y": np.asarray(values, float)[places].tolist(),
             "logarithmic": True,
             "labels": ["index", "singular value"],
         }
-        blocks.setdefault(int(row.expert), []).append(block)
+        blocks.setdefault(int(expert), []).append(block)
     return blocks
+
+
+def stretches(experts: np.ndarray) -> Iterator[tuple[int, slice]]:
+    """Each expert of a sorted column, and where its rows are."""
+    edges = [0, *(np.flatnonzero(np.diff(experts)) + 1).tolist(), len(experts)]
+    for begin, end in pairwise(edges):
+        if begin < end:
+            yield int(experts[begin]), slice(begin, end)
+
+
+@lru_cache
+def spectrum_places(length: int) -> np.ndarray:
+    """Which singular values are drawn: evenly spaced on a logarithmic axis."""
+    return np.unique(np.geomspace(1, length, SPECTRUM_POINTS).round().astype(int)) - 1
