@@ -298,7 +298,6 @@ def test_traces_that_cannot_be_read_are_refused_in_one_line(tmp_path, name, cont
         ({"text": "x"}, "--recorded replaces the text"),
         ({"max_tokens": 9}, "^--max-tokens applies to a model run, not to --recorded; leave it out$"),
         ({"phase": "decode"}, "^--phase applies"),
-        ({"save_tokens": True}, "^--save-tokens applies"),
         ({"dtype": "float32"}, "^--dtype applies"),
         ({"batch_size": 2}, "^--batch-size applies"),
         ({"chat_template": True}, "^--chat-template applies"),
@@ -316,7 +315,7 @@ def test_import_says_what_it_needs(tmp_path, changes, words):
 def test_the_identity_of_an_import_is_what_it_reads(tmp_path):
     (tmp_path / "a.csv").write_text("0,1\n0,2\n")
     run = trace(recorded=tmp_path / "a.csv", format="llamacpp", experts=4, out=tmp_path / "run", quiet=True)
-    assert set(run.info["arguments"]) == {"recorded", "format", "experts", "maps", "seed"}
+    assert set(run.info["arguments"]) == {"save_tokens", "recorded", "format", "experts", "maps", "seed"}
 
 
 def test_a_number_of_experts_that_is_not_the_model_s_is_refused(place, tmp_path):

@@ -278,8 +278,9 @@ def read_excerpt(view: View) -> Excerpt | None:
     if wrong:
         raise BadInput(f"{path}: damaged parquet file ({wrong}); run its command again with --overwrite")
     frame = frame[frame["phase"] == view.phase].sort_values(["document", "position", "layer"])
-    if frame.empty:
-        return None
+    rows = frame.groupby("layer").size()
+    if frame.empty or frame["token_id"].isna().any() or rows.nunique() > 1:
+        return None  # recorded traces may hold no ids, and layers that skip tokens
     first = frame[frame["layer"] == frame["layer"].min()]
     k = max(int(frame["experts"].map(len).max()), 1)
     known = token_texts(view)

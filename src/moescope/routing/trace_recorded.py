@@ -30,14 +30,17 @@ from moescope.families import MoeCheckpoint, read_moe
 from moescope.routing.counts_to_tables import Corpus, Traced
 from moescope.routing.expert_maps import map_methods
 from moescope.routing.stability import stability_table
+from moescope.routing.tables import TRACE_TABLES
 from moescope.routing.tally import SUMS, LayerCounts, Tally
 from moescope.routing.token_sample import Sample
 from moescope.run import Run, open_run, place_run
 from moescope.statistics import BUCKETS
+from moescope.storage import atomic_file, check_disk
+from moescope.tables import arrow_schema
 from moescope.types import Routing, Tokens
 from moescope.verb import Verb
 
-IDENTITY = ("recorded", "format", "experts", "maps", "seed")
+IDENTITY = ("save_tokens", "recorded", "format", "experts", "maps", "seed")
 MOST_EXPERTS = 4096
 MOST_PAIRS = 20_000_000  # of experts, all layers together: 2 GB as a table
 MOST_CELLS = 500_000  # layers x experts x domains: 2 GB of counts by group of documents
@@ -45,7 +48,6 @@ AT_ONCE = 2**23  # tokens x experts counted together
 OF_A_MODEL_RUN = (
     "max_tokens",
     "phase",
-    "save_tokens",
     "dtype",
     "batch_size",
     "chat_template",
@@ -84,7 +86,8 @@ def trace_recorded(verb: Verb, given: dict[str, Any]) -> Run:
         return done
     with open_run(folder, verb, identity, given["overwrite"], verb.command(given)) as writer:
         with writer.timed("trace"):
-            traced, dense = count_trace(list(read_trace(file, format, shape)), shape)
+            parts = list(read_trace(file, format, shape))
+            traced, dense = count_trace(parts, shape)
             kind = (moe.checkpoint.config or {}).get("model_type") if moe else None
             traced = replace(traced, model_type=str(kind or "recorded trace"))
             names = {number: layer.layer_name for number, layer in moe.layers.items()} if moe else {}
@@ -95,6 +98,11 @@ def trace_recorded(verb: Verb, given: dict[str, Any]) -> Run:
         with writer.timed("tables"):
             frames = traced.tables(0, seed, map_methods(given["maps"]))
             frames["stability"] = stability_table([0], [], lambda step, name: None, {})
+        if given["save_tokens"]:
+            if not traced.has_tokens:
+                raise BadInput(f"{file}: holds counts, no single tokens; leave --save-tokens out")
+            with writer.timed("tokens"):
+                write_tokens(writer.path / "tokens.parquet", parts, traced.layer_names, shape)
         setup = {"step": 0, **traced.facts()}
         absent = ["decision metrics (a trace holds no logits)"]
         absent += [] if traced.has_gates else ["gate weight"]
@@ -135,6 +143,55 @@ def trace_shape(moe: MoeCheckpoint | None, experts: int | None, file: Path) -> S
     text = config.get("text_config", config)
     top_k = next(iter(moe.layers.values())).top_k
     return Shape(numbers[-1], text.get("num_hidden_layers"), top_k, known)
+
+
+# --- single tokens
+
+
+def write_tokens(path: Path, parts: list[Stretch | Load], names: dict[int, str], shape: Shape) -> None:
+    """Write the tokens table, one row group per stretch; a layer has rows of the tokens it routed."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    schema = arrow_schema(TRACE_TABLES["tokens"])
+    with atomic_file(path) as partial, pq.ParquetWriter(partial, schema, compression="zstd") as writer:
+        for stretch in parts:
+            assert isinstance(stretch, Stretch)
+            numbers = layer_numbers(stretch, shape)
+            columns = [at for at, number in enumerate(numbers) if number in names]
+            chosen_LTK = stretch.chosen_TLK[:, columns].transpose(1, 0, 2)
+            routed_LT = (chosen_LTK >= 0).any(2)
+            gates_LTK = None
+            if stretch.gates_TLK is not None:  # by falling gate, empty slots last
+                gates_LTK = stretch.gates_TLK[:, columns].transpose(1, 0, 2)
+                order = np.argsort(np.where(chosen_LTK >= 0, -gates_LTK, np.inf), axis=2, kind="stable")
+                chosen_LTK = np.take_along_axis(chosen_LTK, order, axis=2)
+                gates_LTK = np.take_along_axis(gates_LTK, order, axis=2)
+            at_layer, at_token = np.nonzero(routed_LT)
+            chosen_RK = chosen_LTK[routed_LT]
+            there_RK = chosen_RK >= 0
+            offsets = np.concatenate([[0], np.cumsum(there_RK.sum(1))]).astype(np.int32)
+            layers = np.array([numbers[at] for at in columns], dtype=np.int64)[at_layer]
+            rows = len(layers)
+            none = pa.nulls(rows)
+            flat = none if gates_LTK is None else gates_LTK[routed_LT][there_RK].astype(np.float32)
+            values = {
+                "step": np.zeros(rows, dtype=np.int64),
+                "document": np.full(rows, stretch.document),
+                "position": stretch.start + at_token,
+                "layer": layers,
+                "layer_name": pa.array([names[layer] for layer in layers.tolist()]),
+                "token_id": none if stretch.ids_T is None else stretch.ids_T[at_token],
+                "domain": pa.array([stretch.domain] * rows),
+                "phase": pa.array([stretch.phase] * rows),
+                "experts": pa.ListArray.from_arrays(offsets, pa.array(chosen_RK[there_RK].astype(np.int32))),
+                "gates": none if gates_LTK is None else pa.ListArray.from_arrays(offsets, pa.array(flat)),
+                "entropy": none,
+            }
+            arrays = [pa.array(values[name]) for name in schema.names]
+            table = pa.table(arrays, names=schema.names).cast(schema)
+            check_disk(path.parent, table.nbytes)
+            writer.write_table(table)
 
 
 # --- counting

@@ -1,0 +1,64 @@
+"""trace --recorded --save-tokens: the tokens of other tools' traces, as deploy reads them."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import moescope
+from moescope.deployment.tokens import read_tokens
+from moescope.errors import BadInput
+
+REAL = Path(os.environ.get("MOESCOPE_REAL_TRACES", Path(__file__).parents[3] / "shared" / "data" / "real"))
+
+
+def test_a_servers_trace_keeps_documents_phases_and_order(tmp_path):
+    generator = np.random.default_rng(0)
+    answers = [generator.integers(0, 8, size=(6, 3, 2)) for _ in range(4)]
+    for answer in answers:
+        answer[..., 1] = (answer[..., 0] + 1) % 8
+    lines = [
+        json.dumps({"usage": {"prompt_tokens": 4}, "choices": [{"routed_experts": answer.tolist()}]})
+        for answer in answers
+    ]
+    (tmp_path / "trace.jsonl").write_text("\n".join(lines))
+    options = {"format": "vllm", "experts": 8, "save_tokens": True, "quiet": True}
+    run = moescope.trace(recorded=tmp_path / "trace.jsonl", out=tmp_path / "run", **options)
+    for phase, part in (("prefill", slice(0, 4)), ("decode", slice(4, 6))):
+        tokens = read_tokens(run, phase)
+        expected = np.concatenate([answer[part] for answer in answers]).transpose(1, 0, 2)
+        assert tokens.chosen_LTK.tolist() == expected.tolist()
+        assert tokens.document_T.tolist() == np.repeat(np.arange(4), part.stop - part.start).tolist()
+    assert read_tokens(run, None).phase == "decode"
+    moescope.report(run)  # without token ids there is no text to show
+    assert moescope.deploy(run, out=tmp_path / "deployed", quiet=True).info["tokens"]["tokens"] == 8
+
+
+def test_tokens_are_not_saved_unless_asked_for(tmp_path):
+    np.save(tmp_path / "trace.npy", np.array([[[0, 1]], [[2, 3]]]))
+    options = {"format": "vllm", "experts": 4, "quiet": True}
+    run = moescope.trace(recorded=tmp_path / "trace.npy", out=tmp_path / "run", **options)
+    assert "tokens" not in run.tables
+    with pytest.raises(BadInput, match="--save-tokens"):
+        moescope.deploy(run, out=tmp_path / "deployed", quiet=True)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not REAL.is_dir(), reason="needs recorded traces of real models")
+def test_the_published_numbers_of_a_real_trace(tmp_path):
+    """Qwen3-30B-A3B, one chat turn: published previous-token recall 38.0 %, static 37.6 %."""
+    file = REAL / "qwen3_30b_a3b.route.csv.gz"
+    run = moescope.trace(recorded=file, save_tokens=True, out=tmp_path / "trace", quiet=True)
+    deployed = moescope.deploy(run, slots="32", out=tmp_path / "run", quiet=True)
+    caches = deployed.table("residency")
+    caches = caches[caches["layer"].isna()].set_index("policy")["hit_rate"]
+    assert caches["lru"] == pytest.approx(0.800, abs=5e-4)
+    assert caches["belady"] == pytest.approx(0.883, abs=5e-4)
+    recall = deployed.table("prefetch")
+    recall = recall[recall["layer"].isna() & (recall["budget"] == 6)].set_index("predictor")["recall"]
+    assert recall["previous_token"] == pytest.approx(0.3795, abs=5e-5)
+    assert recall["static_in_sample"] == pytest.approx(0.375, abs=5e-4)
