@@ -1,0 +1,110 @@
+"""The words of key numbers on planted data: they say what the verdicts and tests of the tables say."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import numpy as np
+import pandas as pd
+import pytest
+
+from moescope.lab.report_training import loss_differences, summary
+from moescope.routing.report import glance_table
+from moescope.routing.report_views import load_trace, routing_views
+from moescope.routing.trace import trace
+from moescope.run import Run
+from moescope.weights.report import key_numbers
+from moescope.weights.report_findings import views
+
+# planted: layer 0 at chance, 1 and 2 identify their experts, 3 beats chance, 4 fits in another order
+OF_LAYERS = [
+    ([0], "at chance", "at chance"),
+    ([0, 3], "beyond chance", "below chance"),
+    ([0, 1, 2], "aligned", "below chance"),
+    ([0, 1, 2, 3, 4], "beyond chance", "below chance"),
+]
+
+
+@pytest.mark.parametrize(("layers", "aligned", "ambiguous"), OF_LAYERS)
+def test_words_of_a_scan_follow_the_verdicts_of_its_layers(planted_run, layers, aligned, ambiguous):
+    view = views(planted_run)[0]
+    tables = {name: frame[frame["layer"].isin(layers)] for name, frame in view.tables.items()}
+    words = {key.name: key.word for key in key_numbers(replace(view, tables=tables))}
+    assert words["Layers that identify their experts"] == aligned
+    assert words["Median best argmax accuracy"] == aligned
+    assert words["Mean absolute ambiguity"] == ambiguous
+
+
+def recorded(folder, chosen) -> Run:
+    """A trace of the chosen experts alone, (documents, tokens, layers, k): no logits, no token ids."""
+    lines = [json.dumps({"choices": [{"routed_experts": document.tolist()}]}) for document in chosen]
+    (folder / "a.jsonl").write_text("\n".join(lines))
+    return trace(recorded=folder / "a.jsonl", format="vllm", experts=8, out=folder / "run", quiet=True)
+
+
+def routed(favour: float, unused: bool = False) -> np.ndarray:
+    """Two of eight experts per token; `favour` raises the chance of expert 0 in layer 1 only."""
+    scores = np.random.default_rng(0).random((30, 40, 2, 8))
+    scores[:, :, 1, 0] += favour
+    if unused:
+        scores[:, :, 1, 7] -= 9
+    return (-scores).argsort(-1)[..., :2]
+
+
+def test_even_routing_is_balanced_and_a_favoured_expert_makes_its_layer_uneven(tmp_path):
+    for name, chosen, words in (
+        ("even", routed(0.0), {"Worst load CV": "balanced", "Unused experts, worst layer": "all used"}),
+        ("uneven", routed(0.4), {"Worst load CV": "uneven, layer 1", "Busiest expert": "uneven, layer 1"}),
+        ("unused", routed(0.0, True), {"Unused experts, worst layer": "unused, layer 1"}),
+    ):
+        (tmp_path / name).mkdir()
+        run = recorded(tmp_path / name, chosen)
+        found = {key.name: key.word for key in run.verb.summary(run).key_numbers}
+        for number, word in words.items():
+            assert found[number].startswith(word), (name, number, found[number])
+
+
+def test_what_a_trace_does_not_hold_is_absent_and_not_zero(tmp_path):
+    run = recorded(tmp_path, routed(0.0))
+    summary = run.verb.summary(run)
+    lacking = ("entropy", "token)", "domain", "Token specialisation", "Domain specialisation")
+    assert not [text for text in (*summary.findings, *(key.name for key in summary.key_numbers))
+                if any(word in text for word in lacking)]  # fmt: skip
+    heads = [column["title"] for column in glance_table(routing_views(load_trace(run))[-1])["columns"]]
+    assert not {"entropy", "confidence", "I(domain)", "I(token)"} & set(heads)
+    assert {measure.name for measure in run.verb.measures(run)} <= {"load", "coactivation"}
+
+
+def test_a_training_has_learned_where_it_beats_the_unigram_baseline(trained_run, monkeypatch):
+    rows = trained_run.table("evaluations")
+    original = Run.table
+    for baseline, word in ((float(rows["loss"].max()) + 1, "learned"), (0.0, "no better")):
+        changed = rows.assign(unigram_loss=baseline)
+        monkeypatch.setattr(
+            Run,
+            "table",
+            lambda self, name, t=changed: t.copy() if name == "evaluations" else original(self, name),
+        )
+        assert summary(trained_run).key_numbers[0].word == word
+
+
+def losses(**last: tuple[float, float]) -> pd.DataFrame:
+    """Evaluations of runs: name -> (final loss, unigram baseline)."""
+    return pd.DataFrame(
+        [
+            {"run": run, "step": step, "domain": "", "loss": value, "unigram_loss": base, "uniform_loss": 5.5}
+            for run, (loss, base) in last.items()
+            for step, value in ((0, 5.5), (9, loss))
+        ]
+    )
+
+
+def test_losses_on_different_text_are_not_compared():
+    (same,) = loss_differences(losses(a=(2.5, 3.0), b=(2.25, 3.0)))
+    assert "lowest in b, 2.25" in same
+    assert "a is 0.25 higher" in same
+    assert "no claim" in same
+    (other,) = loss_differences(losses(a=(2.5, 3.0), b=(2.25, 3.4)))
+    assert "not comparable" in other
+    assert "lowest" not in other
