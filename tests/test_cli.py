@@ -395,6 +395,26 @@ def test_an_option_s_value_that_makes_no_sense_exits_2_in_one_line(
     assert [path.name for path in tmp_path.iterdir()] == ["model"]
 
 
+@pytest.mark.parametrize(
+    ("words", "named", "help_of"),
+    [
+        (["scan", "--nonsense"], "--nonsense", "moescope scan --help"),
+        (["frobnicate"], "frobnicate", "moescope --help"),
+        (["compress"], "MODEL", "moescope compress --help"),
+        (["trace", "model", "--max-tokens", "many"], "--max-tokens", "moescope trace --help"),
+        (["trace", "model", "--max-tokens"], "--max-tokens", "--help"),
+    ],
+)
+def test_a_command_line_that_is_wrong_is_one_plain_line(monkeypatch, capsys, words, named, help_of):
+    code, line = run_main(monkeypatch, capsys, *words)
+    assert code == 2
+    assert line.startswith("moescope: ")
+    assert line.count("\n") == 1
+    assert named in line
+    assert line.endswith(f"{help_of}\n")
+    assert line.isascii()  # no box
+
+
 def run_main(monkeypatch, capsys, *arguments: str) -> tuple[int, str]:
     """Exit code and stderr of the command line in this process."""
     monkeypatch.setattr(sys, "argv", ["moescope", *arguments])

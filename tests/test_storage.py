@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import platform
+import shutil
 import signal
 import subprocess
 import sys
@@ -13,6 +14,7 @@ from pathlib import Path
 
 import numpy as np
 import pandas as pd
+import pyarrow.parquet as pq
 import pytest
 import torch
 from typer.testing import CliRunner
@@ -363,3 +365,15 @@ def test_a_report_can_be_anonymous_where_its_run_is_not(scanned, tmp_path):
 )
 def test_absolute_paths_become_names(text, hidden):
     assert without_absolute_paths(text) == hidden
+
+
+@pytest.mark.parametrize("left", [0, 3])
+def test_a_table_that_lost_rows_is_one_line(scanned, tmp_path, left):
+    """A valid file, with fewer rows than were written."""
+    folder = shutil.copytree(scanned, tmp_path / "copy")
+    whole = pq.read_table(folder / "spectra.parquet")
+    assert len(Run.load(folder).table("spectra")) == whole.num_rows > left
+    pq.write_table(whole.slice(0, left), folder / "spectra.parquet")
+    words = rf"spectra.parquet: {left} rows, {whole.num_rows} were written; .*--overwrite"
+    with pytest.raises(BadInput, match=words):
+        Run.load(folder).table("spectra")

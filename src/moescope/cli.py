@@ -22,6 +22,7 @@ from moescope.verb import Option, Verb, summary_of
 from moescope.verbs import VERBS, load_verb
 
 MORE = "More"
+USAGE_ERROR: Any = typer.BadParameter.__base__  # click's, or that of the copy of click within typer
 
 
 def typer_parameter(option: Option) -> inspect.Parameter:
@@ -208,6 +209,22 @@ class VerbGroup(TyperGroup):
     def get_command(self, ctx: Any, name: str) -> TyperCommand | None:
         text = {known: line for known, line, _ in VERBS}.get(name)
         return None if text is None else TyperCommand(name, help=text)
+
+    def main(self, args: Any = None, prog_name: str | None = None, *_: Any, **more: Any) -> Any:
+        """Run a command; how it was called wrongly is one line, as all bad input."""
+        more.pop("standalone_mode", None)
+        try:
+            ended = super().main(args, prog_name, standalone_mode=False, **more)
+        except USAGE_ERROR as error:
+            if not error.format_message():  # a command without arguments shows its help
+                error.show()
+            else:
+                where = error.ctx.command_path.rsplit("moescope", 1)[-1] if error.ctx else ""
+                what = error.format_message().rstrip(".")
+                line = f"moescope: {what[0].lower()}{what[1:]}; see moescope{where} --help"
+                typer.echo(shortened(printable(line)), err=True)
+            sys.exit(2)
+        sys.exit(ended if isinstance(ended, int) else 0)
 
     def resolve_command(self, ctx: Any, args: list[str]) -> tuple[str | None, Any, list[str]]:
         name, command, rest = super().resolve_command(ctx, args)

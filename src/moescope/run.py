@@ -134,8 +134,10 @@ class Run:
 
         table, files = self.verb.tables[name], self.files(name)
         frames = [read_parquet(str(file), table) for file in files]
-        if self.info.get("rows", {}).get(name) and not sum(map(len, frames)):
-            raise BadInput(f"{files[0]}: has lost its rows; run its command again with --overwrite")
+        found, written = sum(map(len, frames)), self.info.get("rows", {}).get(name)
+        if self.info.get("status") == "done" and written not in (None, found):
+            again = "run its command again with --overwrite"
+            raise BadInput(f"{files[0]}: {found:,} rows, {written:,} were written; {again}")
         return frames[0] if len(frames) == 1 else pd.concat(frames, ignore_index=True)
 
     def tidy(self) -> None:
@@ -642,20 +644,8 @@ def now() -> str:
 def versions() -> dict[str, str]:
     """Return the versions of Python and of the packages that numbers depend on."""
     installed = {"python": platform.python_version()}
-    for package in [
-        "moescope",
-        "torch",
-        "triton",
-        "transformers",
-        "tokenizers",
-        "numpy",
-        "scipy",
-        "safetensors",
-        "pandas",
-        "pyarrow",
-        "plotly",
-        "ray",
-    ]:
+    names = "moescope torch triton transformers tokenizers numpy scipy safetensors pandas pyarrow plotly ray"
+    for package in names.split():
         with suppress(PackageNotFoundError):
             installed[package] = version(package)
     return installed

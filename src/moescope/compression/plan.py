@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar
 from moescope.checkpoint import Checkpoint
 from moescope.checkpoint.files import first_line
 from moescope.errors import BadInput
-from moescope.storage import atomic_file, check_disk, reason
+from moescope.storage import atomic_file, check_disk, is_anonymous, reason, without_absolute_paths
 from moescope.types import LayerPlan, Plan
 
 if TYPE_CHECKING:
@@ -100,6 +100,10 @@ def write_plan(folder: Path, plan: Plan, fits: Fits) -> Path:
         digest = hashlib.sha256(content).hexdigest()
         write_synced(folder / ARRAYS_FILE, content)
     content_json = {"moescope_plan": PLAN_VERSION, **asdict(plan), "arrays_sha256": digest}
+    if is_anonymous():
+        content_json |= {
+            name: without_absolute_paths(content_json[name]) for name in ("checkpoint", "settings")
+        }
     write_synced(folder / PLAN_FILE, (to_json(content_json) + "\n").encode())
     return folder / PLAN_FILE
 

@@ -126,8 +126,9 @@ def findings(run: Run, tables: Tables) -> list[str]:
     sentences: list[str] = [compression_finding(tables)]
     if pd.notna(plan["bytes"]):
         saved = 100 * (1 - plan["bytes"] / plan["bytes_original"])
+        planned = "" if run.info.get("applied") else " as planned"
         text = (
-            f"Checkpoint size{'' if run.info.get('applied') else ' as planned'}: {byte_size(plan['bytes'])}, "
+            f"Size of the tensors{planned}: {byte_size(plan['bytes'])}, "
             f"{number(saved)} % less than the original's {byte_size(plan['bytes_original'])}."
         )
         sentences.append(Finding(text, section="damage"))

@@ -301,7 +301,10 @@ def check_model(model: ModelConfig, where: str = "config") -> None:
     if not model.modern and (model.qk_norm or model.tie_embeddings):
         raise BadInput(f"{where}: [model] qk_norm and tie_embeddings are for block = 'modern' only")
     if model.top_k > model.experts:
-        raise BadInput(f"{where}: [model] top_k {model.top_k} exceeds the number of experts, {model.experts}")
+        raise BadInput(
+            f"{where}: [model] top_k {model.top_k} exceeds the number of experts, {model.experts}; "
+            f"lower it to at most {model.experts}"
+        )
     router = router_class(model.router)
     if router.fixed_top_k not in (None, model.top_k):
         raise BadInput(

@@ -141,6 +141,7 @@ def lines(facts: dict[str, Any]) -> list[str]:
     shared = f", shared d_ff {facts['shared_d_ff']}" if facts["shared_d_ff"] else ""
     dtypes = ", ".join(f"{count} {dtype}" for dtype, count in facts["dtypes"].items())
     quantised = f"; {facts['quantisation']}" if facts["quantisation"] else ""
+    files = "file" if facts["files"] == 1 else "files"
     lacks = f"; {facts['scan_lacks']}" if facts["scan_lacks"] else ""
     return [
         facts["model"] + (f", commit {facts['revision']}" if facts["revision"] else ""),
@@ -150,7 +151,7 @@ def lines(facts: dict[str, Any]) -> list[str]:
         f"  experts      {facts['experts']} per layer, top {facts['top_k'] or 'not stated'}, "
         f"d_model {facts['d_model']}, d_ff {facts['d_ff']}{shared}",
         f"  parameters   {', '.join(counts)}",
-        f"  on disk      {size(facts['bytes'])} in {facts['files']} files, {dtypes}{quantised}",
+        f"  on disk      {size(facts['bytes'])} in {facts['files']} {files}, {dtypes}{quantised}",
         f"  coverage     {facts['coverage_line']}",
         f"  gate scan    about {duration(estimate['seconds'])} on this processor, "
         f"{size(estimate['memory_bytes'])} of memory, {size(estimate['read_bytes'])} read{lacks}",
