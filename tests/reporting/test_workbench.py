@@ -16,9 +16,15 @@ expect.set_options(timeout=30_000)  # a busy machine takes longer than five seco
 
 
 @pytest.fixture(scope="module")
-def pages(planted_run, traced_run, trained_run, compressed_run, tmp_path_factory):
+def pages(planted_run, traced_run, trained_run, compressed_run, compared_run, tmp_path_factory):
     """Return the report of a verb's run, made when it is first asked for."""
-    runs = {"scan": planted_run, "trace": traced_run, "train": trained_run, "compress": compressed_run}
+    runs = {
+        "scan": planted_run,
+        "trace": traced_run,
+        "train": trained_run,
+        "compress": compressed_run,
+        "compare": compared_run,
+    }
     folder = tmp_path_factory.mktemp("workbench")
     made = {}
 
@@ -366,9 +372,13 @@ def test_diverging_maps_have_a_dark_midpoint_in_the_dark(opened):
     page = opened("trace", "#/routing?figure=coactivation_heatmap", scheme="dark")
     slot = page.locator("[data-figure=coactivation_heatmap]:visible")
     expect(slot.locator(".plot.drawn")).to_be_visible()
-    middle = "plot => plot.data[0].colorscale.find(([at]) => at === 0.5)[1]"
-    color = slot.locator(".plot").evaluate(middle)
-    assert luminance([int(color[at : at + 2], 16) for at in (1, 3, 5)]) < 0.1
+    stops = slot.locator(".plot").evaluate("plot => plot.data[0].colorscale.map(([, color]) => color)")
+    lights = [luminance([int(color[at : at + 2], 16) for at in (1, 3, 5)]) for color in stops]
+    middle = int(np.argmin(lights))
+    assert lights[middle] < 0.1
+    assert middle == len(lights) // 2  # and brighter on the way to both ends
+    assert np.all(np.diff(lights[: middle + 1]) < 0)
+    assert np.all(np.diff(lights[middle:]) > 0)
     page.locator("#tabs a[data-tab=overview]").click()
     expect(page.locator(".gradient")).to_be_visible()
     gradient = pixels(page.locator(".gradient"))
@@ -407,3 +417,66 @@ def test_search_opens_a_figure_that_is_folded(opened):
     page.locator("#top input[type=search]").fill("shuffle log std by k")
     page.locator("#top input[type=search]").press("Enter")
     expect(page.locator("[data-figure=shuffle_log_std_by_k] .plot.drawn")).to_be_in_viewport()
+
+
+# --- the first screen, paper and phone
+
+
+@pytest.mark.parametrize("name", ["scan", "trace", "train", "compress", "compare"])
+def test_key_numbers_and_map_need_no_scrolling(opened, name):
+    assert_first_screen(opened(name))
+
+
+def assert_first_screen(page):
+    """All cards and the whole map lie in the window."""
+    expect(page.locator("canvas")).to_be_in_viewport(ratio=1)
+    cards = page.locator(".card")
+    assert 1 <= cards.count() <= 6
+    tops = {round(box[1]) for box in boxes(page)[: cards.count()]}
+    assert len(tops) == 1  # one row
+    expect(page.locator(".map .legend")).to_be_in_viewport(ratio=1)
+    assert page.evaluate("document.documentElement.scrollWidth <= document.documentElement.clientWidth")
+
+
+def test_print_has_the_overview_and_the_open_tab_with_captions_on_white(opened):
+    page = opened("scan", "#/weights?layer=3", scheme="dark")
+    expect(page.locator("#tab-weights .figure-slot").first).to_be_visible()
+    count = page.locator("#tab-weights .figure-slot:visible").count()
+    page.evaluate("window.print = () => { window.printed = true; }")
+    page.locator("#print").click()
+    page.wait_for_function("window.printed")
+    page.emulate_media(media="print")
+    for place in ("#tab-overview .card", "#tab-overview canvas", "#tab-weights h2"):
+        expect(page.locator(f"{place}:visible").first).to_be_visible()
+    assert page.evaluate("document.documentElement.dataset.theme") == "light"
+    expect(page.locator("#tab-weights .plot.drawn:visible")).to_have_count(count)
+    expect(page.locator("#tab-weights figure .caption:visible")).to_have_count(count)
+    expect(page.locator(".menu:visible, .ask:visible, #drawer:visible, .search:visible")).to_have_count(0)
+    widths = page.locator(".plot.drawn:visible .main-svg").evaluate_all(
+        "all => all.map((svg) => svg.getBoundingClientRect().right)"
+    )
+    assert max(widths) <= 700
+    colours = page.locator("#tab-weights .plot.drawn").evaluate_all(
+        "all => all.map((plot) => plot.layout.font.color)"
+    )
+    assert all(luminance([int(color[at : at + 2], 16) for at in (1, 3, 5)]) < 0.1 for color in colours)
+    page.evaluate("window.dispatchEvent(new Event('afterprint'))")
+    page.emulate_media(media="screen")
+    expect(page.locator("#tab-overview")).to_be_hidden()
+    assert page.evaluate("document.documentElement.dataset.theme") == "dark"
+
+
+def test_on_a_phone_tabs_are_a_menu_the_map_scrolls_and_the_drawer_fills_the_screen(opened):
+    page = opened("train", width=390)
+    expect(page.locator("canvas")).to_be_visible()
+    expect(page.locator("#tabs a:visible")).to_have_count(0)
+    frame = page.locator(".map-frame").bounding_box()
+    assert frame["x"] + frame["width"] <= 390
+    page.evaluate("M.state.set({ layer: 1, expert: 2 })")
+    expect(page.locator("#drawer h2")).to_have_text("L1 · E2")
+    box = page.locator("#drawer").bounding_box()
+    assert (box["x"], box["y"], box["width"], box["height"]) == (0, 0, 390, 900)
+    page.locator("#drawer a[aria-label=Close]").click()
+    page.locator("#tabs select").select_option("weights")
+    expect(page.locator("#tab-weights h2:visible").first).to_be_visible()
+    assert page.evaluate("document.documentElement.scrollWidth <= document.documentElement.clientWidth")

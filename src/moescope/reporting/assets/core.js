@@ -55,7 +55,6 @@ M.svg = (tag, attributes = {}, ...children) => {
     });
     return plotly;
   };
-  M.loaded = loaded;
 })();
 
 // ---- numbers
@@ -99,6 +98,8 @@ M.number = (value, digits = 3) => {
 // ---- colours: a scale is a list of [place from 0 to 1, "#rrggbb" or "rgb(r, g, b)"]
 (() => {
   const parse = (color) => (color[0] === "#" ? [1, 3, 5].map((at) => parseInt(color.slice(at, at + 2), 16)) : color.match(/[\d.]+/g).slice(0, 3).map(Number));
+  // a diverging scale by theme: its middle is the page's background, its ends stand out from it
+  M.DIVERGING = { light: ["#2166ac", "#92c5de", "#f7f7f7", "#f4a582", "#b2182b"], dark: ["#6aaee8", "#2d5f8f", "#2b3138", "#96503a", "#f08c6c"] };
   M.blend = (scale, at) => {
     const place = Math.min(Math.max(at, 0), 1);
     const next = Math.max(1, scale.findIndex(([end]) => end >= place));

@@ -3,7 +3,6 @@ M.figures = (() => {
   const { make } = M;
   const drawn = new Set();
   const pending = new Set(); // promises of figures that are being drawn
-  const MIDPOINT = { light: "#F7F7F7", dark: "#2b3138" };
   const WIDTHS = [["single column, 85 mm", 85], ["double column, 175 mm", 175]];
   const PER_MM = 96 / 25.4; // CSS pixels per millimetre
 
@@ -29,18 +28,15 @@ M.figures = (() => {
     }
     return flat;
   }
-  // A diverging scale has a pale midpoint on white and a dark one on black.
-  function themedTraces(data) {
-    const wanted = M.theme.dark() ? MIDPOINT.dark : MIDPOINT.light;
-    for (const trace of data) {
-      for (const holder of [trace, trace.marker]) {
-        const stops = Array.isArray(holder?.colorscale) ? holder.colorscale : [];
-        const middle = stops.find(([at, color]) => at === 0.5 && Object.values(MIDPOINT).includes(color));
-        if (middle) middle[1] = wanted;
-      }
+  // Diverging scales are pale in the middle on white, dark on black.
+  function themedTraces(data, to) {
+    const [wanted, other] = to === "dark" ? [M.DIVERGING.dark, M.DIVERGING.light] : [M.DIVERGING.light, M.DIVERGING.dark];
+    for (const trace of data) for (const holder of [trace, trace.marker]) {
+      const stops = Array.isArray(holder?.colorscale) ? holder.colorscale : [];
+      const places = stops.map(([, color]) => other.indexOf(color.toLowerCase()));
+      if (places.includes(2)) stops.forEach((stop, i) => { if (places[i] >= 0) stop[1] = wanted[places[i]]; });
     }
   }
-
   // Digits on the cells of a heatmap are black or white, whichever is easier to read there.
   function readable(plot) {
     for (const text of plot.querySelectorAll(".heatmap-label text")) {
@@ -53,13 +49,15 @@ M.figures = (() => {
   const axisTitle = (layout, axis) => (layout[axis]?.title?.text ?? "").toLowerCase();
   const layerOf = (trace) => trace.meta?.layer ?? (/^layer \d+$/.test(trace.name ?? "") ? Number(trace.name.slice(6)) : undefined);
   const domainOf = (trace) => M.data.domains.find((domain) => trace.name === domain || trace.name?.startsWith(domain + ", "));
-  // where a value stands on an axis: its category, its tick, or itself
+  // where a value stands on an axis: its category, a place among the labels, or itself
   function placeOn(plot, axis, value) {
     const { _categories: categories } = plot._fullLayout[axis];
     if (categories?.length) return categories.indexOf(String(value));
     const { ticktext, tickvals } = plot.layout[axis];
-    const tick = ticktext ? Array.from(ticktext, String).indexOf(String(value)) : -1;
-    return tick >= 0 ? Number(tickvals[tick]) : Number(value);
+    const labels = Array.from(ticktext ?? [], Number);
+    if (labels.length < 2 || labels.some(Number.isNaN)) return Number(value);
+    // labels may name every second layer only
+    return tickvals[0] + ((value - labels[0]) * (tickvals.at(-1) - tickvals[0])) / (labels.at(-1) - labels[0]);
   }
   function marks(plot, selected) {
     const shapes = (plot.layout.shapes ?? []).filter((shape) => !shape.name?.startsWith("selected "));
@@ -81,7 +79,7 @@ M.figures = (() => {
       const values = plot.data.map(of);
       if (value !== null && value !== undefined && values.includes(value)) values.forEach((own, i) => { if (own !== undefined && own !== value) faint[i] = true; });
     }
-    return faint.map((is) => (is ? 0.18 : 1));
+    return faint.map((is) => (is ? 0.28 : 1));
   }
   function follow(plot) {
     const selected = { layer: M.state.get().layer, domain: M.selected.domain() };
@@ -112,7 +110,7 @@ M.figures = (() => {
   async function draw(figure, div) {
     const Plotly = await M.plotly();
     const narrow = div.clientWidth < 480;
-    themedTraces(figure.data);
+    themedTraces(figure.data, M.theme.dark() ? "dark" : "light");
     const layout = assign(figure.layout, {
       ...themed(figure.layout), "font.family": getComputedStyle(document.body).fontFamily, "font.size": narrow ? 11 : 12.5,
       height: figure.height, autosize: true, margin: { l: 58, r: 14, t: 8, b: 48 }, hovermode: "closest",
@@ -148,7 +146,7 @@ M.figures = (() => {
     const Plotly = await M.plotly();
     const wide = Math.round(width * PER_MM * 1.6); // text of 12 px becomes 7.5 points when set at this width
     const data = structuredClone(plot.data);
-    for (const trace of data) for (const holder of [trace, trace.marker]) holder?.colorscale?.forEach?.((stop) => { if (stop[1] === MIDPOINT.dark) stop[1] = MIDPOINT.light; });
+    themedTraces(data, "light");
     const layout = structuredClone(plot.layout);
     const white = { "font.color": "#1a1d21", paper_bgcolor: "#ffffff", plot_bgcolor: "#ffffff" };
     for (const axis of axesOf(layout)) Object.assign(white, { [`${axis}.gridcolor`]: "#e9ecef", [`${axis}.linecolor`]: "#9aa1a9", [`${axis}.zerolinecolor`]: "#cfd4da" });
@@ -238,7 +236,7 @@ M.figures = (() => {
   const live = () => [...drawn].filter((div) => div.isConnected);
   M.state.onChange((state, before) => { if (["layer", "domain"].some((key) => state[key] !== before[key])) live().forEach(follow); });
   M.theme.changed(() => live().forEach((div) => {
-    themedTraces(div.data);
+    themedTraces(div.data, M.theme.dark() ? "dark" : "light");
     window.Plotly.update(div, {}, themed(div.layout));
     follow(div);
   }));

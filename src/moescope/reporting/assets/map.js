@@ -2,7 +2,6 @@
 M.map = (() => {
   const { make } = M;
   const SEQUENTIAL = ["#440154", "#3b528b", "#21918c", "#5ec962", "#fde725"];
-  const DIVERGING = { light: ["#2166ac", "#92c5de", "#f3f4f6", "#f4a582", "#b2182b"], dark: ["#6aaee8", "#2d5f8f", "#2b3138", "#96503a", "#f08c6c"] };
   const LABEL = 44, STRIP = 96, GAP = 10, TOP = 4, AXIS = 22, SMALLEST = 9;
   let data = null, geometry = null, cursor = null;
   let canvas, tip, title, caption, legend, colour, sort, beyond, frame;
@@ -47,7 +46,7 @@ M.map = (() => {
     const values = measure.value.flat().filter((cell) => cell !== null);
     const [low, high] = measure.limits ?? [Math.min(...values), Math.max(...values)];
     const f = measure.logarithmic ? (x) => Math.log2(Math.max(x, 1e-9)) : (x) => x;
-    const stops = measure.middle === null ? SEQUENTIAL : M.theme.dark() ? DIVERGING.dark : DIVERGING.light;
+    const stops = measure.middle === null ? SEQUENTIAL : M.theme.dark() ? M.DIVERGING.dark : M.DIVERGING.light;
     const scale = stops.map((color, i) => [i / (stops.length - 1), color]);
     return { low, high, stops, color: (value) => `rgb(${M.blend(scale, (f(value) - f(low)) / (f(high) - f(low) || 1))})` };
   }
@@ -76,7 +75,9 @@ M.map = (() => {
     title.textContent = measure.title;
     caption.textContent = measure.caption;
     const room = Math.floor(frame.getBoundingClientRect().width);
-    const strips = data.strips.filter((strip) => M.selected.matches(strip)).slice(0, room > 850 ? 3 : 0);
+    // strips as long as they leave half of the room, and 6 px per expert, to the map
+    const strips = data.strips.filter((strip) => M.selected.matches(strip)).slice(0, 3)
+      .filter((_, i) => room - LABEL - (i + 1) * (STRIP + GAP) >= Math.max(room / 2, 6 * measure.experts));
     const width = Math.max(room, LABEL + measure.experts * (room < 700 ? SMALLEST : 2));
     const rows = measure.layers.length;
     const cellHeight = Math.max(7, Math.min(34, Math.floor(Math.max(window.innerHeight - 430, 300) / rows)));
