@@ -267,7 +267,8 @@ def key_numbers(view: View) -> list[KeyNumber]:
             )
             if metric == "domain_information":
                 most = float(np.log(view.tables["load"]["domain"].nunique()))
-            word = ", ".join(filter(None, [metric_word(metric, top, uneven), f"layer {top['layer']}"]))
+            word, where = metric_word(metric, top, uneven), f"layer {top['layer']}"
+            word = word if word == "all used" else ", ".join(filter(None, [word, where]))
             keys.append(KeyNumber(name, float(top["value"]), chance, unit, word, most=most))
     if len(rows := values_of(view.tables, "routing_entropy")):
         mean, uniform = rows[["value", "chance"]].mean()

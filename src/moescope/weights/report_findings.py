@@ -296,10 +296,10 @@ def hub_findings(view: View) -> list[str]:
     return [Finding(text, figure="pair_matrix", layer=layers[0])]
 
 
-def examples(items: list[str]) -> str:
+def examples(items: list[str], most: int = NAMED_AT_MOST) -> str:
     """The first few, and how many more there are."""
-    more = f" and {len(items) - NAMED_AT_MOST} more" if len(items) > NAMED_AT_MOST else ""
-    return f"{', '.join(items[:NAMED_AT_MOST])}{more}"
+    more = f" and {len(items) - most} more" if len(items) > most else ""
+    return f"{', '.join(items[:most])}{more}"
 
 
 def collapsed_pairs(view: View) -> list[dict[str, Any]]:
@@ -325,7 +325,7 @@ def redundancy_finding(view: View) -> Finding:
     place = {"figure": "orthogonality_by_layer"}
     if close:
         place = {"figure": "cosine_heatmap", "layer": close[0]["layer"]}
-    start = f"Collapsed experts (|cos| above {COLLAPSED}): {examples(named) if named else 'none'}"
+    start = f"Collapsed experts (|cos| above {COLLAPSED}): {examples(named, 2) if named else 'none'}"
     text = (
         f"{start}; {statistics['n_pairs_above_0_3'].sum():,} of {pairs.sum():,} pairs are above {REDUNDANT} "
         f"(expected of random directions: {number(expected)} pairs)."

@@ -2,7 +2,10 @@
 M.overview = (() => {
   const { make } = M;
   const { runs, tabs, notices, together } = M.data;
-  const names = (numbers) => [...new Set(numbers.map((index) => M.data.roots[runs[index].root]))].join(", ");
+  // "a/scan" and "b/scan" are a and b where space is short
+  const tails = new Set(M.data.roots.map((name) => name.split("/").slice(1).join("/")));
+  const short = (name) => (tails.size === 1 ? name.split("/")[0] : name);
+  const names = (numbers) => [...new Set(numbers.map((index) => short(M.data.roots[runs[index].root])))].join(", ");
   const tag = (numbers) => (M.selected.alike.length > 1 ? make("span", { class: "run-tag" }, names(numbers)) : null);
 
   // a run's summary, of the selected view where it has one of its own
