@@ -11,6 +11,13 @@ import pytest
 import torch
 
 import moescope
+from checkpoint.quantised.builders import (
+    compressed_checkpoint,
+    fp8_checkpoint,
+    gpt_oss_checkpoint,
+    scheme_of,
+)
+from checkpoints import edit_json
 from families.test_parity import KINDS
 from moescope import storage
 from moescope.checkpoint import open_checkpoint
@@ -118,6 +125,35 @@ def test_one_layer_and_the_next_have_weights_while_a_layer_runs(tmp_path):
     assert all(set(numbers) <= {min(numbers), min(numbers) + 1} for numbers in held)
     assert [min(numbers) for numbers in held] == sorted(min(numbers) for numbers in held)
     assert all(next(layer.blocks[0].experts.parameters()).is_meta for layer in model.weights.layers)
+
+
+# --- quantised checkpoints
+
+
+QUANTISED = {
+    "fp8": fp8_checkpoint,
+    "mxfp4": gpt_oss_checkpoint,
+    "mxfp4, wide": lambda folder: gpt_oss_checkpoint(folder, d_ff=96),
+    "int4": lambda folder: compressed_checkpoint(folder, scheme_of()),
+}
+
+
+@pytest.mark.parametrize("scheme", QUANTISED)
+def test_quantised_checkpoints_give_the_counts_of_what_transformers_decodes(tmp_path, scheme):
+    QUANTISED[scheme](tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    edit_json(
+        tmp_path / "config.json",
+        quantization_config={**config["quantization_config"], "dequantize": True},
+        pad_token_id=0,
+    )
+    ids = [Document(one.number, one.domain, one.ids % 32) for one in documents()]
+    resident = load_model(str(tmp_path), "auto", "cpu")
+    assert not any(weight.dtype == torch.float8_e4m3fn for weight in resident.model.parameters())
+    streamed = load_streamed(str(tmp_path), "auto", "cpu")
+    traced_alike(*(trace_model(model, ["a", "b"], ids, ("prefill",), 4) for model in (resident, streamed)))
+    size = open_checkpoint(tmp_path).bytes()
+    assert 0.8 * size < streamed.weights.bytes_read <= 1.02 * size
 
 
 # --- hidden states in files
