@@ -6,7 +6,10 @@ A module, so that forked processes can import it; with everything that a verb im
 from __future__ import annotations
 
 import json
+import os
 import shutil
+import signal
+import threading
 from collections.abc import Callable
 from pathlib import Path
 
@@ -25,6 +28,7 @@ from lab.tiny_study import write_study
 from moescope import storage
 from moescope.comparison.verb import compare
 from moescope.compression.verb import compress
+from moescope.execution.streamed import load_streamed
 from moescope.lab.study import study
 from moescope.lab.train import train
 from moescope.routing.monitor import LoopMonitor
@@ -97,6 +101,23 @@ def run_compress(inputs: Path, out: Path) -> None:
     compress(inputs / "model", **options, apply=small, out=out, device="cpu", quiet=True)
 
 
+def run_streamed(inputs: Path, out: Path) -> None:
+    """A trace whose hidden states are in files."""
+    model, text = inputs / "model", str(inputs / "text.jsonl")
+    least = load_streamed(str(model), "auto", "cpu").expect(0).memory_bytes
+    trace(
+        model,
+        text=text,
+        out=out,
+        execution="streamed",
+        memory=str(least),
+        batch_size=2,
+        save_tokens=True,
+        device="cpu",
+        quiet=True,
+    )
+
+
 def run_train(inputs: Path, out: Path) -> None:
     train(inputs / "tiny.toml", router="top2", out=out, device="cpu", quiet=True)
 
@@ -143,6 +164,7 @@ RUNS: dict[str, Callable[[Path, Path], None]] = {
     "scan": run_scan,
     "compare": run_compare,
     "trace": run_trace,
+    "streamed": run_streamed,
     "compress": run_compress,
     "train": run_train,
     "study": run_study,
@@ -168,6 +190,13 @@ def attempt(verb: str, inputs: Path, out: Path, armed: str | None) -> None:
     torch.set_num_threads(1)
     storage.failpoint = storage.Failpoint(armed) if armed else None
     RUNS[verb](inputs, out)
+
+
+def attempt_for(verb: str, inputs: Path, out: Path, seconds: float) -> None:
+    """Run the verb in this process, which is killed after that time if it has not ended."""
+    threading.Timer(seconds, os.kill, (os.getpid(), signal.SIGKILL)).start()
+    attempt(verb, inputs, out, None)
+    os._exit(0)
 
 
 def record(verb: str, inputs: Path, out: Path, watched: Path) -> None:

@@ -7,6 +7,7 @@ import multiprocessing
 import os
 import random
 import signal
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -115,3 +116,31 @@ def test_a_killed_run_resumes_with_the_tables_of_an_undisturbed_one(
     draw = random.Random(verb)
     for write in sorted({*window, *draw.sample(others, min(OTHERS, len(others)))}):
         kill_and_resume(start, verb, inputs, run.path, tmp_path / f"run{write}", write)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_a_streamed_trace_killed_at_20_random_moments_has_the_tables_of_an_undisturbed_one(
+    start, inputs, tmp_path
+):
+    """At random times, and at random writes, most of which are of hidden states and manifests."""
+    whole, draw, reached = inputs / "undisturbed-streamed", random.Random("streamed"), set()
+    began = time.perf_counter()
+    assert start("record", "streamed", inputs, whole, whole) == 0
+    seconds = time.perf_counter() - began
+    writes = len(json.loads(whole.with_name(f"{whole.name}.json").read_text()))
+    kills, number = 0, 0
+    while kills < 20:
+        out, ended, number = tmp_path / f"run{number}", -signal.SIGKILL, number + 1
+        while ended == -signal.SIGKILL and kills < 20:
+            if kills % 2:
+                ended = start("attempt_for", "streamed", inputs, out, draw.uniform(0, seconds))
+            else:
+                ended = start("attempt", "streamed", inputs, out, f"kill:{draw.randint(1, min(writes, 40))}")
+            kills += ended == -signal.SIGKILL
+            manifest = out / "streamed" / "manifest.json"
+            reached |= {json.loads(manifest.read_text())["part"]} if manifest.exists() else set()
+        assert ended in (0, -signal.SIGKILL)
+        assert start("attempt", "streamed", inputs, out, None) == 0
+        assert_equal_tables(whole, out)
+    assert len(reached) > 1  # runs resumed at several layers

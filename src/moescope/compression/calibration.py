@@ -232,6 +232,13 @@ class StateSample:
         """Nothing: a sample is not a sum; see `states`."""
         return {}
 
+    def layer_state(self, layer: int) -> dict[str, Tensor]:
+        return self.states[layer].parts() if layer in self.states else {}
+
+    def restore_layer(self, layer: int, state: dict[str, Tensor]) -> None:
+        if state:
+            self.states[layer] = LayerStates(**{"logits_TE": None, **state})  # type: ignore[arg-type]
+
 
 def draws(routing: Routing, seed: int) -> Tensor:
     """A number per token from its text so far and the seed, the same in every layer, batch and order."""

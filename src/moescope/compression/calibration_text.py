@@ -33,6 +33,7 @@ from moescope.execution.lab_models import load_any_model
 from moescope.execution.models import TracedModel
 from moescope.execution.scoring import Scoring
 from moescope.execution.texts import ReadSettings, Source
+from moescope.execution.ways import Execution
 from moescope.families import MoeCheckpoint
 from moescope.run import Run
 from moescope.statistics import BUCKETS, FEWEST_DOCUMENTS
@@ -52,6 +53,7 @@ class CalibrationText:
     device: str
     hold_out: bool
     settings: ReadSettings
+    execution: Execution | None = None
     loaded: TracedModel | None = field(default=None, repr=False)
     split: dict[int, str] | None = None
     chosen: dict[int, frozenset[int]] = field(default_factory=dict)  # domain -> hashes of those held out
@@ -67,7 +69,9 @@ class CalibrationText:
 
     def load(self, model: str) -> TracedModel:
         settings = self.settings
-        return load_any_model(model, settings.dtype, self.device, True, settings.trust_remote_code)
+        return load_any_model(
+            model, settings.dtype, self.device, True, settings.trust_remote_code, self.execution
+        )
 
     def release(self) -> None:
         """Free the model's memory: the compressed one comes next."""

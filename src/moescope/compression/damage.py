@@ -49,15 +49,18 @@ def predict(
     plan's logits.
     """
     merges = any(len(group) > 1 for layer in plan.layers for group in layer.groups)
-    experts = RunningExperts(traced.model) if merges else None
+    experts = RunningExperts(traced.model) if merges and not traced.by_layer else None
     damage = {}
     for layer in plan.layers:
         number, fit = layer.layer, fits.get(layer.layer, LayerFit())
         block, sample, how = blocks[number], states[number], gating.get(number)
-        if block.with_router is not None and moe is not None and plan.router != "tie":
-            damage[number] = predict_by_router(block, moe, plan, layer, fits, sample, how, experts)
-        else:
-            damage[number] = predict_layer(block, plan, layer, fit, sample, how, experts)
+        with traced.layer_loaded(number):
+            if merges and traced.by_layer:
+                experts = RunningExperts(traced.model)
+            if block.with_router is not None and moe is not None and plan.router != "tie":
+                damage[number] = predict_by_router(block, moe, plan, layer, fits, sample, how, experts)
+            else:
+                damage[number] = predict_layer(block, plan, layer, fit, sample, how, experts)
     return damage
 
 
@@ -241,22 +244,29 @@ def block_outputs(traced: TracedModel, inputs: Mapping[int, RouterReads]) -> dic
         for block in capture.blocks:
             if block.layer not in inputs:
                 continue
-            outputs, chosen = [], []
-            for reads in split_reads(inputs[block.layer], block.device):
-                captured.clear()
-                if block.decide_alone is not None:
-                    decision = block.decide_alone(reads).decision
-                else:
-                    block.module(reads.x_TD[None])
-                    routing = captured[-1]
-                    assert routing.x_TD is not None
-                    decision = Decision(routing.x_TD, routing.chosen_TK, routing.gates_TK)
-                capture.busy = True
-                outputs.append(adapter_of(block).mix(block, decision).cpu())
-                capture.busy = False
-                chosen.append(decision.chosen_TK.cpu())
-            results[block.layer] = (torch.cat(outputs), torch.cat(chosen))
+            with traced.layer_loaded(block.layer):
+                results[block.layer] = block_output(capture, captured, block, inputs[block.layer])
     return results
+
+
+def block_output(
+    capture: Capture, captured: list[Routing], block: Block, inputs: RouterReads
+) -> tuple[Tensor, Tensor]:
+    outputs, chosen = [], []
+    for reads in split_reads(inputs, block.device):
+        captured.clear()
+        if block.decide_alone is not None:
+            decision = block.decide_alone(reads).decision
+        else:
+            block.module(reads.x_TD[None])
+            routing = captured[-1]
+            assert routing.x_TD is not None
+            decision = Decision(routing.x_TD, routing.chosen_TK, routing.gates_TK)
+        capture.busy = True
+        outputs.append(adapter_of(block).mix(block, decision).cpu())
+        capture.busy = False
+        chosen.append(decision.chosen_TK.cpu())
+    return torch.cat(outputs), torch.cat(chosen)
 
 
 @dataclass(frozen=True)

@@ -22,8 +22,9 @@ from moescope.compression.damage import measured_errors, original_outputs
 from moescope.compression.plan import Fits
 from moescope.errors import BadInput
 from moescope.execution.budget import deal
+from moescope.execution.collect import prefill_inputs
 from moescope.execution.documents import Batch, Document, batches, windows
-from moescope.execution.models import TracedModel, named_failures
+from moescope.execution.models import TracedModel
 from moescope.families import MoeCheckpoint
 from moescope.progress import progress
 from moescope.statistics import FEWEST_DOCUMENTS, bootstrap_interval
@@ -310,15 +311,11 @@ def next_token_logits(
     for place, document in enumerate(documents):
         first_D[place] = positions_G[domain_D[place]]
         positions_G[domain_D[place]] += max(len(document.ids) - 1, 0)
-    for rows in batches(windows(documents, traced.window), size):
-        batch = Batch.of(rows, traced.padding)
+    parts = [Batch.of(rows, traced.padding) for rows in batches(windows(documents, traced.window), size)]
+    outputs = traced.run_all([prefill_inputs(traced, batch) for batch in parts])
+    for batch, output in zip(parts, outputs, strict=True):
+        rows, logits = batch.rows, output.logits
         known_BL = batch.real_BL & (batch.next_BL >= 0)
-        inputs = {
-            "input_ids": torch.from_numpy(batch.ids_BL).to(traced.device),
-            "attention_mask": torch.from_numpy(batch.real_BL.astype(np.int64)).to(traced.device),
-        }
-        with torch.no_grad(), named_failures(traced):
-            logits = traced.model(**inputs, use_cache=False).logits
         row_N, column_N = np.nonzero(known_BL)
         document_N = np.array([index[row.number] for row in rows], dtype=np.int64)[row_N]
         start_N = np.array([row.start for row in rows], dtype=np.int64)[row_N]

@@ -17,8 +17,9 @@ from moescope.compression.tables import TABLES
 from moescope.errors import BadInput
 from moescope.execution.model_names import Dtype, check_token_ids, step_names
 from moescope.execution.texts import ReadSettings, check_not_empty, sources
+from moescope.execution.ways import Execution, Way, parse_size
 from moescope.families import read_moe
-from moescope.run import Run, open_run, place_run
+from moescope.run import STREAMED, Run, open_run, place_run
 from moescope.storage import check_target
 from moescope.verb import Verb
 
@@ -50,6 +51,8 @@ def compress(
     batch_size: int = 8,
     chat_template: bool = False,
     trust_remote_code: bool = False,
+    execution: Way = "auto",
+    memory: str | None = None,
     seed: int = 0,
     overwrite: bool = False,
     quiet: bool = False,
@@ -82,7 +85,7 @@ def compress(
     Other Parameters
     ----------------
     domain : NAME=PATH, repeatable
-        Text of a named domain, such as code=src.
+        Text of a named domain: code=src.
     token_ids : FILE
         Token ids instead of text: .npy, or .jsonl with one list per line.
     add : RUN, repeatable
@@ -92,7 +95,7 @@ def compress(
     distance : DISTANCE
         Distance to cluster by: euclidean or cosine (hc_smoe), l2 or sv (weights).
     dominant : HOW
-        Dominant member of a group: usage or centre (hc_smoe).
+        Dominant member: usage or centre.
     router : HOW
         Router of merged experts: fold fits new rows, tie keeps all (judged, not written).
     unsigned : bool
@@ -102,19 +105,23 @@ def compress(
     sequential : bool
         Calibrate each layer on the output of the compressed layers before it.
     judge : bool
-        Do not hold out text and judge on it.
+        Do not judge on held-out text.
     controls : int, default 3; 1 over 2 GiB
         Random controls to compare with.
     dtype : DTYPE
-        Precision of the model; auto: as stored.
+        Precision; auto: as stored.
     batch_size : int
         Documents per batch.
     chat_template : bool
-        Read each document as a user's message.
+        Read documents as user messages.
     trust_remote_code : bool
         Run the Python code that the checkpoint brings with it.
+    execution : WAY
+        Run whole, sharded, or by layer.
+    memory : SIZE, default 80 % of free
+        Memory to use at most, such as 8GB.
     seed : int
-        Seed of the sample, the bootstrap and the controls.
+        Seed of all random draws.
     overwrite : bool
         Replace what the run folder holds.
     quiet : bool
@@ -140,6 +147,8 @@ def compress(
         if value is not None and value < least:
             raise BadInput(f"{name} {value}: must be at least {least}")
     one_of("dtype", dtype, get_args(Dtype))
+    one_of("execution", execution, get_args(Way))
+    memory_bytes = parse_size("--memory", memory)
     reading = ReadSettings(max_tokens, dtype, batch_size, chat_template, trust_remote_code)
     with_text = bool(text) or bool(domain) or token_ids is not None
     texts = sources(text, domain, token_ids) if with_text else []
@@ -177,7 +186,14 @@ def compress(
         if work.apply is not None and not {"applying", "applied"} & writer.done_tasks():
             check_target(work.apply)
         writer.save_info(device=place, coverage=[asdict(moe.coverage)])
-        reader = CalibrationText(str(model), texts, place, judge, reading) if with_text else None
+        how = Execution(
+            execution,
+            memory_bytes,
+            folder / STREAMED,
+            quiet,
+            lambda expected: writer.save_info(execution=expected),
+        )
+        reader = CalibrationText(str(model), texts, place, judge, reading, how) if with_text else None
         return carry_out(writer, work, reader, place, quiet)
 
 
@@ -192,5 +208,6 @@ VERB = Verb(
     tab="compression",
     measures=measures,
     experts=experts,
+    incidental=frozenset({"execution", "memory"}),
     files=("plan.json", "plan.safetensors", "calibration.safetensors"),
 )

@@ -5,13 +5,13 @@ from __future__ import annotations
 import logging as python_logging
 import os
 from collections import Counter
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from functools import cached_property
 from importlib import import_module
 from traceback import walk_tb
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 import numpy as np
 import torch
@@ -49,9 +49,21 @@ class TracedModel:
     device: str
     no_tokenizer: str = f"the model has no tokenizer; {GIVE_IDS}"  # why there is none, and what to do
 
+    by_layer: ClassVar[bool] = False  # whether layers have weights only while they are used
+
     @property
     def config(self) -> Any:
         return self.model.config
+
+    def layer_loaded(self, layer: int) -> AbstractContextManager[None]:
+        """Return a context in which the MoE layer of that number has its weights."""
+        return nullcontext()
+
+    def run_all(self, inputs: Sequence[dict[str, Any]]) -> Iterator[Any]:
+        """Yield the whole model's output, logits included, for each of the inputs."""
+        for each in inputs:
+            with torch.no_grad(), named_failures(self):
+                yield self.model(**each)
 
     def encode(self, text: str) -> list[int]:
         """Return the text's token ids."""

@@ -10,13 +10,13 @@ from __future__ import annotations
 import hashlib
 import json
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from importlib.metadata import version
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -29,6 +29,7 @@ from moescope.execution.models import (
     TracedModel,
     find_model,
     loading,
+    named_failures,
     quiet_transformers,
     with_tokenizer,
 )
@@ -46,6 +47,7 @@ class Stop(BaseException):
 class StreamedModel(TracedModel):
     """A model of which one layer at a time has weights; `run` is called once per part and batch."""
 
+    by_layer: ClassVar[bool] = True
     weights: LayerWeights = field(kw_only=True, repr=False)
     execution: Execution = field(kw_only=True, repr=False)
     current: int = -1  # number of the layer that runs; len(layers): norm and head
@@ -149,8 +151,38 @@ class StreamedModel(TracedModel):
     def load_part(self, part: int) -> None:
         self.weights.load(part if part < len(self.weights.layers) else "head")
 
-    def run(self, inputs: dict[str, Any], outputs: dict[str, Any]) -> tuple[dict[str, Any], Any]:
-        """Run the current part on one batch.
+    @contextmanager
+    def layer_loaded(self, layer: int) -> Iterator[None]:
+        parts = enumerate(self.weights.layers)
+        part = next(at for at, each in parts if layer in [block.layer for block in each.blocks])
+        with quiet_transformers():
+            self.weights.load(part)
+        try:
+            yield
+        finally:
+            self.weights.free(part)
+
+    @torch.no_grad()
+    def run_all(self, inputs: Sequence[dict[str, Any]]) -> Iterator[Any]:
+        states = self.open_states([each["input_ids"].cpu().numpy() for each in inputs], ["logits"])
+        with self.replaying():
+            for part in self.loaded_parts(states.part):
+                for number, each in enumerate(inputs):
+                    stored = states.get(number, self.device)
+                    with named_failures(self):
+                        outputs, output = self.run(each, stored, self.model)
+                    if output is None:
+                        states.put(number, outputs)
+                    else:
+                        yield output
+                if part < self.n_parts - 1:
+                    states.commit({})
+        states.remove()
+
+    def run(
+        self, inputs: dict[str, Any], outputs: dict[str, Any], model: Any = None
+    ) -> tuple[dict[str, Any], Any]:
+        """Run the current part on one batch, of the stack without head, or of `model`.
 
         Returns the outputs of the stacks so far, which the next part needs, and the model's output, which
         only the last part has.
@@ -159,7 +191,7 @@ class StreamedModel(TracedModel):
         self.versions = [tensor._version for tensor in tensors_in(outputs)]
         output = None
         try:
-            output = self.runner(**inputs)
+            output = (model or self.runner)(**inputs)
         except Stop:
             pass
         else:

@@ -116,9 +116,9 @@ def trace(
     trust_remote_code : bool
         Run the Python code that the checkpoint brings with it.
     execution : WAY
-        resident: whole model on one device; sharded: over all GPUs and the CPU; streamed: layer by layer.
-    memory : SIZE, default most of what is free
-        Memory that the run may take, such as 8GB; beyond it, hidden states go to files.
+        Run whole, sharded, or by layer.
+    memory : SIZE, default 80 % of free
+        Memory to use at most, such as 8GB.
     seed : int
         Seed of permutations.
     overwrite : bool
