@@ -15,7 +15,8 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +33,8 @@ RUNS = {
     "runs/moved": f"moescope compare {MODEL} runs/tuned/checkpoints/step-60 --out runs/moved",
     "runs/half": f"moescope compress {MODEL} --keep 0.5 --domain code={TEXTS}/code.jsonl "
     f"--domain prose={TEXTS}/prose.jsonl --max-tokens 20000 --apply runs/half-model --out runs/half",
+    "runs/deepseek": "moescope trace --recorded docs/data/deepseek_v2_lite.parquet --experts 64 "
+    "--out runs/deepseek",
 }
 
 
@@ -45,7 +48,7 @@ class Picture:
     run: str
     figure: str = ""
     part: str = ""  # of the run
-    options: str = ""
+    options: Mapping[str, int] = field(default_factory=dict)
     page: str = ""  # the report's address after #
     width: int = 1400
 
@@ -59,7 +62,7 @@ class Picture:
         if not self.figure:
             return [f"moescope report {self.run} --open"]
         part = f".parts[{self.part!r}]" if self.part else ""
-        options = f", {self.options}" if self.options else ""
+        options = "".join(f", {name}={value}" for name, value in self.options.items())
         return [f"moescope.open({self.run!r}){part}.figure({self.figure!r}{options})".replace("'", '"')]
 
 
@@ -151,6 +154,14 @@ PICTURES = [
         "runs/half",
         "saliency_heatmap",
     ),
+    Picture(
+        "deepseek-affinity.webp",
+        "DeepSeek-V2-Lite: experts of layer 11 by task",
+        "Use of each expert on law and translation relative to their mean; see the case study.",
+        "runs/deepseek",
+        "affinity_heatmap",
+        options={"layer": 11},
+    ),
 ]
 
 
@@ -159,6 +170,7 @@ def make(pictures: list[Picture], work: Path) -> None:
     import moescope
 
     shutil.copyfile(TUNE, work / "tune.toml")
+    shutil.copytree(Path(__file__).parent / "data", work / "docs" / "data", dirs_exist_ok=True)
     needed = {"runs/demo", *(picture.run for picture in pictures)}
     needed |= {"runs/tuned"} if "runs/moved" in needed else set()
     for folder, command in RUNS.items():
@@ -171,7 +183,9 @@ def make(pictures: list[Picture], work: Path) -> None:
     for picture in pictures:
         if picture.figure:
             run = moescope.open(work / picture.run)
-            figure = (run.parts[picture.part] if picture.part else run).figure(picture.figure)
+            figure = (run.parts[picture.part] if picture.part else run).figure(
+                picture.figure, **picture.options
+            )
             figure.update_layout(template="plotly_white", margin={"t": 20, "r": 20, "b": 50, "l": 60})
             store(figure.to_image("png", width=900, height=420, scale=1.5), picture)
     if pages:

@@ -28,7 +28,7 @@ RECORDS = {name: load_verb(name) for name in [*(name for name, _, _ in VERBS), *
 
 def on_config(config: Any) -> Any:
     """Set the navigation; pages of colleagues that stand in docs/ and are listed nowhere join the guides."""
-    guides = ["monitor.md", "lab.md", "faq.md", "benchmarks.md", "routers.md"]
+    guides = ["case_study.md", "monitor.md", "lab.md", "faq.md", "benchmarks.md", "routers.md"]
     guides += sorted(path.name for path in DOCS.glob("*.md") if path.name not in {*guides, "index.md"})
     config.nav = [
         {"Start": "index.md"},

@@ -7,6 +7,7 @@ import importlib.util
 import json
 import re
 import shlex
+import shutil
 import subprocess
 import sys
 import time
@@ -115,6 +116,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     from moescope.demo.verb import demo
 
     work = tmp_path_factory.mktemp("pages")
+    shutil.copytree(DOCS / "data", work / "docs" / "data")
     demo(out=work / "runs" / "demo", quiet=True)
     return work
 
