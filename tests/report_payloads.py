@@ -38,8 +38,8 @@ def page_sections(html: str, tab: str = "") -> list[dict[str, Any]]:
     ]
 
 
-def page_figures(html: str) -> list[str]:
-    """Return the name of every figure of every tab, once per place."""
+def page_figures(html: str, tab: str = "") -> list[str]:
+    """Return the name of every figure of a tab or of all tabs, once per place."""
     held = payloads(html)
 
     def names(entry: dict[str, Any]) -> list[str]:
@@ -47,7 +47,7 @@ def page_figures(html: str) -> list[str]:
         inner = [name for section in content["sections"] for name in names(section)]
         return [*(figure["name"] for figure in content["figures"]), *inner]
 
-    return [name for entry in page_sections(html) for name in names(entry)]
+    return [name for entry in page_sections(html, tab) for name in names(entry)]
 
 
 def glossary_terms(html: str) -> set[str]:

@@ -101,9 +101,8 @@ def test_captions_state_what_was_planted(planted_run):
     view = views(planted_run)[0]
     captions = {spec.name: spec.draw(view.tables).caption for spec in ACROSS_LAYERS}
     assert captions["accuracy_by_k"] == (
-        "Layers 1 and 2 identify their experts; layer 3 beats chance without identifying its experts; "
-        "layer 4 fits one to one, but in another order; layer 0 is not distinguishable from chance (chance "
-        "at each k: 1/8)."
+        "Identifying: layers 1 and 2; beyond chance: layer 3; in another order: layer 4; at chance: layer 0 "
+        "(accuracy at chance: 1/8)."
     )
     assert "layer 3: experts 2 and 5, |cos| 0.98" in captions["cosine_heatmap"]
     assert captions["orthogonality_by_layer"].startswith("1 collapsed pair, in layer 3")

@@ -352,7 +352,7 @@ def norm_ratios(tables: Tables) -> Figure:
     return Figure(
         "norm_ratios",
         "Norm after over before, per layer",
-        f"{listed(ranges)} (unchanged: 1).",
+        f"After over before: {listed(ranges)} (unchanged: 1).",
         ("norm_ratio",),
         data,
         base_layout("layer", "norm, after/before", xaxis=layer_axis(layers)),

@@ -136,7 +136,9 @@ def differences(tables: Tables) -> Figure:
         text = comparisons.set_index("arm")["verdict"].loc[missing].tolist()
         hidden = {"text": text, "showlegend": False, "hoverinfo": "skip"}
         data.append({"type": "scatter", "mode": "text", "x": [0.0] * len(missing), "y": missing, **hidden})
-    layout = base_layout("difference (nats per token)", "", yaxis=arm_axis(arms), shapes=reference_shape(0.0))
+    layout = base_layout(
+        "difference (nats per token)", "arm", yaxis=arm_axis(arms), shapes=reference_shape(0.0)
+    )
     columns = ("difference", "difference_low", "study_comparisons.p_adjusted", "study_comparisons.verdict")
     title, height = "Difference from the reference per arm", arm_height(len(arms))
     details = (
@@ -236,7 +238,7 @@ def losses(tables: Tables) -> Figure:
             caption += f" (reference {reference}: {format_loss(means.loc[reference, 'mean'])})"
         caption += "."
     columns = ("study_runs.validation_loss", "study_comparisons.mean", "study_comparisons.low")
-    layout = base_layout("validation loss (nats per token)", "", yaxis=arm_axis(arms))
+    layout = base_layout("validation loss (nats per token)", "arm", yaxis=arm_axis(arms))
     title, height = "Validation loss per arm and seed", arm_height(len(arms))
     details = (
         "Validation loss at the end of training. Parallel lines mean that seeds shift all arms together: "
@@ -264,7 +266,7 @@ def noise_and_spread(tables: Tables) -> Figure:
     caption += f"; differences from the reference {number(paired_std.median())}." if len(paired_std) else "."
     caption += "" if measured else " Noise over documents: too few documents."
     layout = base_layout(
-        "standard deviation (nats per token)", "", xaxis={"rangemode": "tozero"}, yaxis=arm_axis(arms)
+        "standard deviation (nats per token)", "arm", xaxis={"rangemode": "tozero"}, yaxis=arm_axis(arms)
     )
     title = "Spread over seeds and evaluation noise"
     columns = ("study_runs.validation_loss", "noise_std", "difference_std")
@@ -312,7 +314,7 @@ def difference_by_domain(tables: Tables) -> Figure:
         "token (no difference: 0). Not tested."
     )
     layout = base_layout(
-        "domain", "", yaxis={"type": "category", "autorange": "reversed"}, xaxis={"type": "category"}
+        "domain", "arm", yaxis={"type": "category", "autorange": "reversed"}, xaxis={"type": "category"}
     )
     title, columns = "Difference from the reference by domain", ("study_documents.loss", "difference")
     return Figure(
@@ -482,7 +484,7 @@ def overhead_shares(tables: Tables) -> Figure:
         caption += f" ({reference}: {number(100 * (1 - experts[reference]))} %)"
     layout = base_layout(
         "share of the block's time",
-        "",
+        "router",
         barmode="stack",
         legend={"traceorder": "normal"},
         xaxis={"range": [0, 1], "tickformat": ".0%"},

@@ -88,8 +88,8 @@ def coactivation_heatmap(tables: Tables) -> Figure:
         strongest.append(top.over if top else 0.0)
         captions.append(
             f"Layer {layer}: experts {top.a} and {top.b} are chosen together {number(top.over)} times as "
-            f"often as at chance; the largest of {len(layers[layer]) // 2:,} pairs reaches about "
-            f"{number(top.at_chance)} at chance."
+            f"often as at chance (largest of {len(layers[layer]) // 2:,} pairs at chance: "
+            f"{number(top.at_chance)})."
             if top
             else f"Layer {layer}: too few tokens to compare pairs (none is expected {NAMED_FROM:.0f} times)."
         )
@@ -192,13 +192,15 @@ def purity_bars(tables: Tables) -> Figure:
         },
         "hovertemplate": f"{PERMUTED_LABELS}: %{{y:.4g}}<extra></extra>",
     }
+    without_interval, details = interval_words(rows)
     return Figure(
         "purity_bars",
         "Domain purity of experts by layer",
-        f"Purity {layer_range(rows)}; {references(rows, PERMUTED_LABELS)}. {interval_words(rows)}",
+        f"Purity {layer_range(rows)}; {references(rows, PERMUTED_LABELS)}.{without_interval}",
         ("purity", "share", "share_chance"),
         [bars, chance],
         base_layout("layer", "purity", xaxis=layer_axis(rows["layer"]), yaxis={"range": [0, 1]}),
+        details=details,
     )
 
 
@@ -277,7 +279,7 @@ def map_caption(subject: Subject, method: str, layer: int, first: pd.Series) -> 
     if np.isnan(first["neighbours"]):
         return caption + "too few experts to compare neighbours."
     return caption + (
-        f"{number(100 * first['neighbours'])} % of each expert’s nearest neighbours stay nearest "
+        f"{number(100 * first['neighbours'])} % of nearest neighbours stay nearest "
         f"(chance: {number(100 * first['neighbours_chance'])} %)."
     )
 

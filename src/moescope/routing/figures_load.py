@@ -204,7 +204,7 @@ def usage_by_rank(tables: Tables) -> Figure:
     )
     caption = (
         f"Half of the load goes to {half[few]} of {sizes[few]} experts (layer {layers[few].layer}){most}; "
-        f"even loads need {-(-sizes[few] // 2)}."
+        f"even loads: {-(-sizes[few] // 2)}."
     ) + (f" {counted(unused, 'expert')} got no token." if unused else "")
     data = [
         *layer_lines(frame, "rank", "times", hover="%{y:.3g} of an even share", mode="lines"),

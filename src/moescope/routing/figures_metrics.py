@@ -25,14 +25,15 @@ from moescope.verb import Figure, FigureSpec, Tables, Trace
 
 INDEPENDENT = "independent tokens"
 PERMUTED_TOKENS = "tokens permuted within documents"
-IN_LEGENDS = {UNIFORM: "uniform router", PERMUTED_TOKENS: "permuted tokens"}
+IN_CAPTIONS = {PERMUTED_TOKENS: "permuted tokens"}
+IN_LEGENDS = {UNIFORM: "uniform router", **IN_CAPTIONS}
 HEADINGS = {
     "cv": "Load imbalance (CV)",
     "load_entropy_share": "Load entropy over log n",
     "gini": "Load imbalance (Gini)",
     "dropped": "Share of empty expert slots",
     "router_similarity_abs": "Mean |cos| of router rows",
-    "sequential_consistency": "Same top expert as previous token",
+    "sequential_consistency": "Repeated top expert",
 }
 
 
@@ -55,7 +56,7 @@ def references(rows: pd.DataFrame, chance: str) -> str:
     """ "0.01 for random routing, 1.7 at collapse", as far as both exist."""
     parts = []
     if rows["chance"].notna().any():
-        parts.append(f"{span(rows['chance'].dropna())} for {chance}")
+        parts.append(f"{span(rows['chance'].dropna())} for {IN_CAPTIONS.get(chance, chance)}")
     if rows["collapse"].notna().any():
         parts.append(f"{span(rows['collapse'].dropna())} at collapse")
     return ", ".join(parts)
@@ -113,11 +114,13 @@ def reference_lines(rows: pd.DataFrame, chance: str, collapse: bool = True) -> l
     return lines
 
 
-def interval_words(rows: pd.DataFrame) -> str:
+def interval_words(rows: pd.DataFrame) -> tuple[str, str]:
+    """(what a caption says on intervals: only where there is none, what the details say)."""
+    if rows["low"].isna().all():
+        return " No interval.", ""
     if rows["corrected"].notna().any():
-        return "Open markers: corrected, with 95 % intervals."
-    shown = rows["low"].notna().any()
-    return "Error bars: 95 % over documents." if shown else "No interval."
+        return "", "Open markers: values without the bias of few documents, with 95 % intervals."
+    return "", "Error bars: 95 % intervals over documents."
 
 
 def layer_figure(
@@ -129,13 +132,21 @@ def layer_figure(
     axis: str,
     layers: pd.Series,
     log: bool,
+    intervals: pd.DataFrame,
     from_zero: bool = True,
 ) -> Figure:
+    caption_more, details = interval_words(intervals)
     data, cut = cut_whiskers(data) if log else (data, None)
     yaxis = (plain_log(data) if log else None) or {"rangemode": "tozero" if from_zero else "normal"}
     layout = base_layout("layer", axis, xaxis=layer_axis(layers), yaxis=yaxis)
     return Figure(
-        name, title, caption + cut_words(cut), (*columns, "routing_layers.chance", "collapse"), data, layout
+        name,
+        title,
+        caption + caption_more,
+        (*columns, "routing_layers.chance", "collapse"),
+        data,
+        layout,
+        details=details + cut_words(cut),
     )
 
 
@@ -173,9 +184,10 @@ def by_layer(
             data += lines
             drawn.append(level)
         title = f"{heading(metrics[0])} by layer"
-        caption = f"{heading(metrics[0])} {layer_range(first)}; {references(first, chance)}. "
-        caption += interval_words(first)
-        return layer_figure(name, title, caption, (*frames,), data, axis, first["layer"], log, from_zero)
+        caption = f"{heading(metrics[0])} {layer_range(first)}; {references(first, chance)}."
+        return layer_figure(
+            name, title, caption, (*frames,), data, axis, first["layer"], log, first, from_zero
+        )
 
     draw.__doc__ = f"{heading(metrics[0])} of each layer, with chance level and collapse."
     return FigureSpec(name, ("routing_layers",), draw, metrics=(metrics[0],))
@@ -201,10 +213,10 @@ def by_domain(name: str, metric: str, axis: str, *, chance: str = RANDOM, log: b
         caption = (
             f"{heading(metric)}, mean over layers, "
             f"{from_to(means.min(), str(means.idxmin()), means.max(), str(means.idxmax()))}; "
-            f"{references(rows, chance)}. {interval_words(rows)}"
+            f"{references(rows, chance)}."
         )
         title = f"{heading(metric)} by layer and domain"
-        return layer_figure(name, title, caption, (metric, "domain"), data, axis, largest["layer"], log)
+        return layer_figure(name, title, caption, (metric, "domain"), data, axis, largest["layer"], log, rows)
 
     draw.__doc__ = f"{heading(metric)} of each layer and domain, with chance level."
     return FigureSpec(name, ("routing_layers", "domains"), draw, metrics=(metric,))

@@ -422,7 +422,7 @@ def saturation_curves(tables: Tables) -> Figure:
     topk = first["saturation_topk"]
     places = [f"layer {first.loc[row, 'layer']}" for row in (topk.idxmin(), topk.idxmax())]
     caption = (
-        f"At step {steps[0]} agreement with step {last} "
+        f"Agreement of step {steps[0]} with {last} "
         f"{from_to(topk.min(), places[0], topk.max(), places[1])} "
         f"(usage alone: {number(first[topk_chance].mean())}); "
         f"top-1 {number(100 * first['saturation_top1'].mean())} % "

@@ -317,12 +317,10 @@ def z_decomposed(tables: Tables) -> Figure:
 
 def density_caption(k: int, above: list[int], below: list[int], layers: int) -> str:
     """Layers whose pairing is better, or worse, than 99 % of random ones, and how many chance gives."""
-    parts = [f"better than 99 % of random ones in {named_layers(above)}"] if above else []
-    parts += [f"worse than 99 % in {named_layers(below)}"] if below else []
-    words = ", ".join(parts) or "within the middle 98 % of random ones everywhere"
-    return (
-        f"k = {k}: stored pairing {words} (chance: {number(2 * TAIL * layers)} of {layers} layers outside)."
-    )
+    parts = [f"above 99 % of random pairings: {named_layers(above)}"] if above else []
+    parts += [f"below 99 %: {named_layers(below)}"] if below else []
+    words = "; ".join(parts) or "all layers within the middle 98 % of random pairings"
+    return f"At k = {k}, {words} (chance: {number(2 * TAIL * layers)} of {layers} layers outside)."
 
 
 def null_density(tables: Tables) -> Figure:
@@ -434,6 +432,11 @@ def cos_squared_by_layer(tables: Tables) -> Figure:
     )
 
 
+def at_reference(tables: Tables) -> pd.Series:
+    """Whether a row of `alignment` is at the k at which experts are compared."""
+    return tables["alignment"]["k"] == reference_k(usable(tables)["k"])
+
+
 def expert_map(
     name: str,
     title: str,
@@ -460,10 +463,14 @@ def align_by_expert(tables: Tables) -> Figure:
         low, high = np.nanmin(z, axis=1), np.nanmax(z, axis=1)
         widest = int((high - low).argmax())
         ends = f"{number(low[widest])} to {number(high[widest])}"
-        return f"Experts differ most in layer {layers[widest]}: alignment from {ends}."
+        chance = tables["alignment"].loc[at_reference(tables), "random_expectation"].mean()
+        return (
+            f"Experts differ most in layer {layers[widest]}: alignment from {ends} "
+            f"(random direction: {number(chance)})."
+        )
 
     return expert_map(
-        "align_by_expert", "Alignment per expert", tables, "align", describe, low=0.0, label="align"
+        "align_by_expert", "Alignment per expert", tables, "align", describe, low=0.0, label="alignment"
     )
 
 
@@ -490,7 +497,7 @@ def align_against_delta(tables: Tables) -> Figure:
     below = int((better["delta_vs_shuffle"] <= 0).sum())
     caption = (
         f"Of the {counted(len(better), 'expert')} with the highest alignment, {below or 'none'} fit no "
-        "better than their layer's average."
+        "better than their layer's average (chance: about half)."
     )
     hover = (
         "layer %{customdata[0]}, expert %{customdata[1]}<br>align %{x:.4g}<br>delta %{y:.4g}<extra></extra>"

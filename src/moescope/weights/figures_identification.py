@@ -39,6 +39,13 @@ VERDICT_WORDS = {
     "chance": ("is not distinguishable from chance", "are not distinguishable from chance"),
     "untested": ("has too few experts to be tested", "have too few experts to be tested"),
 }
+SHORT_VERDICTS = {
+    "identifying": "identifying",
+    "non_random": "beyond chance",
+    "permuted": "in another order",
+    "chance": "at chance",
+    "untested": "too few experts",
+}
 FEWEST_TESTED = 4  # experts: 3 have 6 pairings, so that no p can be below 1/6
 
 
@@ -56,12 +63,25 @@ def shown_verdict(verdict: str, n_experts: int) -> str:
     return "untested" if verdict == "chance" and n_experts < FEWEST_TESTED else verdict
 
 
-def verdict_sentence(tables: Tables) -> str:
-    """ "Layers 9 to 30 identify their experts; layer 0 is not distinguishable from chance"."""
+def layers_by_verdict(tables: Tables) -> dict[str, list[int]]:
+    """Verdict as shown -> its layers."""
     counts = experts_by_layer(tables)
     layers: dict[str, list[int]] = {}
     for row in tables["alignment_tests"].itertuples():
         layers.setdefault(shown_verdict(row.verdict, counts[row.layer]), []).append(row.layer)
+    return layers
+
+
+def verdict_list(tables: Tables) -> str:
+    """ "Identifying: layers 9 to 30; at chance: layer 0"."""
+    layers = layers_by_verdict(tables)
+    parts = [f"{word}: {named_layers(layers[key])}" for key, word in SHORT_VERDICTS.items() if key in layers]
+    return capital("; ".join(parts))
+
+
+def verdict_sentence(tables: Tables) -> str:
+    """ "Layers 9 to 30 identify their experts; layer 0 is not distinguishable from chance"."""
+    layers = layers_by_verdict(tables)
     parts = [
         f"{named_layers(layers[verdict])} {words[0] if len(layers[verdict]) == 1 else words[1]}"
         for verdict, words in VERDICT_WORDS.items()
@@ -77,7 +97,7 @@ def accuracy_by_k(tables: Tables) -> Figure:
     return by_k(
         "accuracy_by_k",
         "Experts identified by their router row",
-        f"{verdict_sentence(tables)} (chance at each k: {listed(levels)}).",
+        f"{verdict_list(tables)} (accuracy at chance: {listed(levels)}).",
         tables,
         ("argmax_accuracy", "p_accuracy", "verdict"),
         [constant(tables, 1 / n, f"chance {level}") for n, level in zip(counts, levels, strict=True)],
@@ -194,6 +214,8 @@ def accuracy_and_margin_by_layer(tables: Tables) -> Figure:
     frame = tables["ambiguity"].sort_values("layer")
     layers = frame["layer"].to_numpy()
     perfect = sorted(frame.loc[frame["argmax_accuracy"] >= 1 - 1e-9, "layer"])
+    level = frame["accuracy_chance"].mean()  # unknown in older runs
+    chance = "" if pd.isna(level) else f" (accuracy at chance: {number(level)})"
     hover = "layer %{x}, k* %{customdata}<br>accuracy %{y:.3g}"
     k_star = frame["k_star"].astype(float).tolist()
     data = [
@@ -213,8 +235,7 @@ def accuracy_and_margin_by_layer(tables: Tables) -> Figure:
     return Figure(
         "accuracy_and_margin_by_layer",
         "Accuracy and margin at k*",
-        f"Every expert is identified in {named_layers(perfect)} (accuracy at chance: "
-        f"{number(frame['accuracy_chance'].mean())}).",
+        f"Every expert is identified in {named_layers(perfect)}{chance}.",
         ("argmax_accuracy", "alignment_margin", "k_star"),
         data,
         base_layout("layer", "value at k*", xaxis=layer_axis(frame["layer"])),
@@ -287,12 +308,12 @@ def by_layer(compared: Compared) -> FigureSpec:
             reference = references[view].sort_index()
             mean = frame.loc[frame["view"] == view, compared.column].mean()
             if reference.isna().all():  # of a run that is older than the column
-                means.append(f"{number(mean)} for {view}")
+                means.append(f"{view} {number(mean)}")
                 continue
             # a constant is one line however many layers a model has; else the line belongs to the view
             single = reference.round(9).nunique() == 1
             drawn.setdefault(tuple(reference.round(9))[: 1 if single else None], str(view))
-            means.append(f"{number(mean)} for {view} ({number(reference.mean())})")
+            means.append(f"{view} {number(mean)} ({number(reference.mean())})")
         for values, view in drawn.items():
             reference = references[view].sort_index()
             if len(values) == 1:
@@ -304,8 +325,7 @@ def by_layer(compared: Compared) -> FigureSpec:
         return Figure(
             f"compare_{compared.name}",
             f"{compared.label} by layer",
-            f"Mean over layers: {', '.join(means[:2])}{more}"
-            + (f"; in brackets: {compared.reference_name}." if drawn else "."),
+            f"Means{f' ({compared.reference_name})' if drawn else ''}: {', '.join(means[:2])}{more}.",
             (compared.column,),
             [*view_lines(frame, compared.column), *lines],
             base_layout("layer", compared.label[:1].lower() + compared.label[1:], xaxis=layers),

@@ -245,7 +245,9 @@ def mean_panel(
         ]
         data += [reference_line(frame)] if reference_line else []
         top = peak(usable(tables), column)
-        caption = f"At most {number(top[column])}, at k = {top['k']:.0f}."
+        at_top = [(trace["name"], trace["y"][list(trace["x"]).index(top["k"])]) for trace in data[1:]]
+        levels = ", ".join(f"{words}: {number(level)}" for words, level in at_top)
+        caption = f"At most {number(top[column])}, at k = {top['k']:.0f} ({levels})."
         layout = base_layout("k", label, xaxis=k_axis(ks))
         return Figure(name, capital(label), caption, (column,), data, layout, height=PANEL_HEIGHT)
 
@@ -266,7 +268,12 @@ def heat_panel(column: str, label: str, diverging: bool) -> FigureSpec:
         degenerate = set(layers.loc[layers["degenerate"].astype(bool), "k"])  # where every alignment is 1
         comparable = np.where([k in degenerate for k in ks], -np.inf, z)
         row, column_ = np.unravel_index(np.nanargmax(comparable), z.shape)
-        caption = f"Highest for expert {experts[row]} at k = {ks[column_]}."
+        at_k = tables["alignment"]["k"] == ks[column_]
+        chance = 0.0 if diverging else float(tables["alignment"].loc[at_k, "random_expectation"].mean())
+        caption = (
+            f"Highest for expert {experts[row]} at k = {ks[column_]}: {number(z[row, column_])} "
+            f"({'chance' if diverging else 'random direction'}: {number(chance)})."
+        )
         title = f"{capital(label)} of each expert by k"
         layout = matrix_layout("k", "expert")
         return Figure(name, title, caption, (column,), data, layout, height=PANEL_HEIGHT)

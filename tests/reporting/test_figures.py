@@ -1,0 +1,197 @@
+"""Every figure of every verb: it can be reached in a report, and it has the words that a paper needs."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+from playwright.sync_api import expect
+
+from lab.study_runs import more_arms, router_arms, study_run
+from lab.tiny_training import TOML
+from moescope.lab.train import train
+from moescope.plotting.style import GREY, LINES_UP_TO
+from moescope.reporting.export import report_figures
+from moescope.reporting.joint import FIGURES as JOINT
+from moescope.reporting.verb import report
+from moescope.routing.figures_experts import MAPS
+from moescope.run import Run
+from moescope.verb import Figure
+from moescope.verbs import VERBS, load_verb
+from moescope.weights.verb import scan
+from report_payloads import page_data, page_figures
+
+# Opens every folded section of a tab, also those inside others.
+OPEN_ALL = """async (tab) => {
+  for (let again = 0; again < 5; again++) {
+    const folded = document.querySelectorAll(`${tab} details:not(.menu):not([open])`);
+    for (const details of folded) details.open = true;
+    await new Promise((resolve) => setTimeout(resolve, 100));
+  }
+}"""
+
+OF_ROUTERS = {  # diagnostics of a router, drawn where it trains
+    "loss_free": {"bias_spread_by_step"},
+    "spectra": {"column_error_by_step", "direction_overlap_by_step"},
+    "some": {
+        *("key_cosine_by_step", "key_strength_by_step", "weakened_keys_by_step", "key_map"),
+        *("expert_usage_histogram", "middle_gini_by_step", "middle_unused_by_step"),
+        "middle_load_entropy_bits_by_step",
+    },
+    "expert_choice": {
+        "tokens_without_expert_by_step",
+        "experts_per_token_by_step",
+        "experts_per_token_spread_by_step",
+    },
+}
+NOT_HERE = {  # figures that need data which no run here holds -> why
+    **{name: f"in the training with {router}" for router, names in OF_ROUTERS.items() for name in names},
+    **{
+        spec.name: "needs 8 experts per layer and takes long; drawn in tests/routing/test_figures_experts.py"
+        for spec in MAPS
+        if not spec.name.endswith("_pca")
+    },
+    "dropped_by_step": "no router of the lab drops tokens; drawn in tests/routing/test_report_monitor.py",
+}
+
+
+def registered() -> set[str]:
+    """Return the names of all figures that a verb, or several together, can draw."""
+    verbs = [load_verb(name) for name, *_ in VERBS]
+    return {spec.name for verb in verbs for spec in verb.figures} | {spec.name for spec in JOINT}
+
+
+@pytest.fixture(scope="module")
+def groups(
+    planted_run,
+    traced_run,
+    trained_run,
+    compressed_run,
+    merged_run,
+    compared_run,
+    deep_runs,
+    tmp_path_factory,
+) -> dict[str, list[Run]]:
+    """Runs that share a report, by name."""
+    folder = tmp_path_factory.mktemp("groups")
+    study = study_run(
+        folder / "study",
+        arms=[*router_arms(), *more_arms()],
+        failed=(("hash", 2),),
+        not_run=("switch_top1",),
+        references={"ablation": "spectra"},
+    )
+    checkpoints = [item["path"] for item in traced_run.info["checkpoints"]]
+    return {
+        "scan": [planted_run],
+        "steps": [scan(*checkpoints, out=folder / "steps", quiet=True)],
+        "trace": [traced_run],
+        "train": [trained_run],
+        "compress": [compressed_run],
+        "merge": [merged_run],
+        "compare": [compared_run],
+        "study": [study],
+        "together": list(deep_runs),
+    }
+
+
+@pytest.fixture(scope="module")
+def pages(groups, tmp_path_factory) -> dict[str, Path]:
+    folder = tmp_path_factory.mktemp("pages")
+    return {name: report(*runs, out=folder / f"{name}.html") for name, runs in groups.items()}
+
+
+@pytest.fixture(scope="module")
+def drawn(groups) -> list[tuple[str, Figure]]:
+    """Every figure of every report, with a name that says where it stands."""
+    return [
+        (f"{key}: {name}", figure) for key, runs in groups.items() for name, figure in report_figures(runs)
+    ]
+
+
+# --- all are there
+
+
+def test_every_registered_figure_is_in_a_report(pages):
+    reached = {name for page in pages.values() for name in page_figures(page.read_text(encoding="utf-8"))}
+    assert reached <= registered()
+    assert registered() - reached == set(NOT_HERE)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("router", OF_ROUTERS)
+def test_diagnostics_of_a_router_are_in_its_report(router, tmp_path):
+    (tmp_path / "tiny.toml").write_text(TOML.format(steps=12))
+    run = train(tmp_path / "tiny.toml", out=tmp_path / "run", router=router, device="cpu", quiet=True)
+    assert OF_ROUTERS[router] <= set(page_figures((run.path / "report.html").read_text(encoding="utf-8")))
+
+
+@pytest.mark.parametrize(
+    "name", ["scan", "trace", "train", "compress", "merge", "compare", "study", "together"]
+)
+def test_a_reader_finds_every_figure_of_every_tab(name, pages, browser):
+    """Each tab, with its folded sections open, has a slot for every figure of the page's data."""
+    html = pages[name].read_text(encoding="utf-8")
+    tabs = {tab["name"]: set(page_figures(html, tab["name"])) for tab in page_data(html)["tabs"]}
+    context = browser.new_context(viewport={"width": 1400, "height": 900})
+    troubles: list[str] = []
+    page = context.new_page()
+    page.on("console", lambda message: troubles.append(message.text))
+    page.on("pageerror", lambda error: troubles.append(str(error)))
+    for tab, wanted in tabs.items():
+        if not wanted:
+            continue
+        layer = min(page_data(html)["layers"], default=0)
+        page.goto(f"{pages[name].as_uri()}#/{tab}?layer={layer}")
+        expect(page.locator(f"#tab-{tab} .figure-slot").first).to_be_attached()
+        page.evaluate(OPEN_ALL, f"#tab-{tab}")
+        slots = page.locator(f"#tab-{tab} .figure-slot")
+        found = set(slots.evaluate_all("all => all.map((slot) => slot.dataset.figure)"))
+        assert wanted <= found, tab
+    context.close()
+    assert troubles == []
+
+
+# --- what a paper needs
+
+
+def lines_of(figure: Figure) -> int:
+    """Return how many lines are drawn at once, without references, bands and edges."""
+    start = figure.slider.start * figure.slider.per_value if figure.slider else 0
+    count = figure.slider.per_value if figure.slider else len(figure.data)
+    lines = [trace for trace in figure.data[start : start + count] if is_line(trace)]
+    return len(lines)
+
+
+def is_line(trace: dict) -> bool:
+    line = trace.get("line") or {}
+    shown = str(trace.get("mode", "")).startswith("lines") and line.get("width", 2) > 0
+    return shown and line.get("color") != GREY and trace["x"][0] is not None
+
+
+def words(sentence: str) -> int:
+    """Return the number of words; "2.1 × 10⁻⁵", "3 %" and "k = 2" are one each."""
+    return len(re.sub(r" × 10\S+| %| = ", "", sentence).split())
+
+
+def test_every_figure_has_a_short_title_a_caption_and_axes_in_words(drawn):
+    wrong = []
+    for place, figure in drawn:
+        captions = [figure.caption, *(figure.slider.captions if figure.slider else [])]
+        axes = [value for key, value in figure.layout.items() if re.fullmatch(r"[xy]axis\d*", key)]
+        labels = [(axis.get("title") or {}).get("text", "") for axis in axes]
+        checks = {
+            "title of more than 8 words": len(figure.title.split()) > 8,
+            "caption": not all(re.fullmatch(r"[^a-z].*\.", caption) for caption in captions),
+            "caption of more than 25 words": max(map(words, captions)) > 25,
+            "axis": len(labels) < 2 or not all(labels) or any("_" in label for label in labels),
+            "lines": lines_of(figure) > LINES_UP_TO,
+            "undefined number": any("undefined" in text for text in (figure.title, *captions)),
+        }
+        wrong += [
+            f"{place}: {what}: {figure.title} | {figure.caption} | {labels}"
+            for what, bad in checks.items()
+            if bad
+        ]
+    assert wrong == []
