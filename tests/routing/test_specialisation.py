@@ -7,6 +7,7 @@ import pytest
 
 from moescope.routing.specialisation import (
     affinity,
+    affinity_interval,
     by_domain,
     domain_information,
     domain_shares,
@@ -92,3 +93,74 @@ def test_a_domain_that_matters_is_seen_at_about_its_true_size():
 
 def test_purity_of_a_table_with_an_empty_domain_is_undefined_and_says_nothing():
     assert np.isnan(purity(np.array([[3.0, 1.0], [0.0, 0.0]])))
+
+
+# --- intervals of the affinity
+
+
+def drawn_texts(base_ME, documents: int, alike: float, generator) -> np.ndarray:
+    """Counts [domains, documents, experts] of texts of 40 to 400 tokens, top 2.
+
+    Documents draw their shares of experts from a Dirichlet distribution around those of their domain.
+    """
+    lengths = np.exp(generator.uniform(np.log(40), np.log(400), (len(base_ME), documents))).astype(int)
+    shares = np.stack([generator.dirichlet(alike * base_E, size=documents) for base_E in base_ME])
+    return generator.multinomial(2 * lengths, shares).astype(float)
+
+
+def uneven_domains(experts: int, generator) -> np.ndarray:
+    base_ME = np.exp(generator.standard_normal((3, experts)))
+    return base_ME / base_ME.sum(1, keepdims=True)
+
+
+def test_the_interval_of_an_affinity_is_that_of_resampled_documents():
+    """4,000 resamples within domains of 200 documents; Student's quantile hardly differs from the normal."""
+    generator = np.random.default_rng(0)
+    counts = drawn_texts(uneven_domains(6, generator), 200, 50.0, generator)
+    low, high = affinity_interval(counts, [200] * 3)
+    places = generator.integers(0, 200, (4000, 3, 200))
+    weights = np.zeros((4000, 3, 200))
+    np.add.at(weights, (np.arange(4000)[:, None, None], np.arange(3)[None, :, None], places), 1.0)
+    resampled = affinity(np.einsum("rmd,mde->rme", weights, counts))
+    width = np.diff(np.quantile(np.log(resampled), [0.025, 0.975], axis=0), axis=0)[0]
+    np.testing.assert_allclose(np.log(high / low), width, rtol=0.1)
+    np.testing.assert_allclose(np.sqrt(low * high), affinity(counts.sum(1)))
+
+
+def test_few_documents_in_one_domain_and_experts_of_few_documents_have_no_interval():
+    generator = np.random.default_rng(1)
+    counts = drawn_texts(uneven_domains(4, generator), 40, 50.0, generator)
+    assert np.isnan(affinity_interval(counts, [40, 40, 19])).all()
+    assert np.isfinite(affinity_interval(counts, [40, 40, 20])).all()
+    counts[1, 7:, 2] = 0  # seven documents of the second domain use expert 2
+    counts[2, :, 3] = 0  # no document of the third domain uses expert 3
+    low, high = affinity_interval(counts, [40] * 3)
+    missing = {tuple(cell) for cell in np.argwhere(np.isnan(low))}
+    assert missing == {tuple(cell) for cell in np.argwhere(np.isnan(high))} == {(1, 2), (2, 3)}
+
+
+def test_an_affinity_is_at_most_the_number_of_domains_and_so_is_its_interval():
+    counts = np.zeros((2, 30, 2))
+    counts[0, :, 0], counts[1, :, 1] = 50, 50
+    counts[0, 0, 1] = counts[1, :9, 0] = 1
+    low, high = affinity_interval(counts, [30, 30])
+    assert np.nanmax(high) <= 2
+    assert (low[~np.isnan(low)] <= affinity(counts.sum(1))[~np.isnan(low)]).all()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("documents", "experts", "alike"),
+    [(20, 8, 50.0), (50, 8, 5.0), (50, 64, 50.0), (200, 8, 5.0), (200, 64, 50.0)],
+)
+def test_intervals_of_affinities_cover_the_truth(documents, experts, alike):
+    """400 texts; cells of one text depend on each other: as if 3 of each text's cells were independent."""
+    generator = np.random.default_rng(2)
+    base_ME = uneven_domains(experts, generator)
+    covered = known = 0
+    for _ in range(400):
+        low, high = affinity_interval(drawn_texts(base_ME, documents, alike, generator), [documents] * 3)
+        truth = base_ME / base_ME.mean(0)
+        known += np.isfinite(low).sum()
+        covered += ((low <= truth) & (truth <= high)).sum()
+    assert abs(covered / known - 0.95) <= 0.005 + 2 * np.sqrt(0.95 * 0.05 / (3 * 400))

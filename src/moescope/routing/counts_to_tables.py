@@ -31,6 +31,7 @@ from moescope.routing.metrics import (
 from moescope.routing.separation import chance_lift, coactivation, pair_cosines
 from moescope.routing.specialisation import (
     affinity,
+    affinity_interval,
     by_domain,
     domain_information,
     domain_shares,
@@ -457,6 +458,7 @@ def domain_rows(counts: LayerCounts, corpus: Corpus) -> Iterator[Row]:
         return
     table_ME = counts.counts_MBE.sum(1).astype(float)
     affinity_ME, shares_ME = affinity(table_ME), domain_shares(table_ME)
+    low_ME, high_ME = affinity_interval(counts.counts_MBE.astype(float), corpus.documents_of(counts))
     for expert in range(counts.n_experts):
         for index, domain in enumerate(corpus.domains):
             yield {
@@ -464,6 +466,8 @@ def domain_rows(counts: LayerCounts, corpus: Corpus) -> Iterator[Row]:
                 "domain": domain,
                 "tokens": int(table_ME[index, expert]),
                 "affinity": affinity_ME[index, expert],
+                "low": low_ME[index, expert],
+                "high": high_ME[index, expert],
                 "share": shares_ME[index, expert],
                 "share_chance": 1 / len(corpus.domains),
             }

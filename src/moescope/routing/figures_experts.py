@@ -27,6 +27,7 @@ from moescope.plotting.style import (
 from moescope.routing.expert_maps import expected_pairs, lift_over_chance
 from moescope.routing.figures_load import total_load
 from moescope.routing.figures_metrics import by_layer, interval_words, layer_range, references, value_lines
+from moescope.statistics import FEWEST_DOCUMENTS
 from moescope.verb import Figure, FigureSpec, Slider, Tables, Trace
 
 NAMED_FROM = 5.0  # expected tokens of a pair, or tokens per domain, from which on it is named
@@ -142,9 +143,12 @@ def affinity_heatmap(tables: Tables) -> Figure:
         if np.isfinite(named).any():
             d, e = np.unravel_index(np.nanargmax(named), values.shape)
             strongest.append(float(named[d, e]))
+            cell = (rows["domain"] == grid.index[d]) & (rows["expert"] == grid.columns[e])
+            low, high = rows.loc[cell, ["low", "high"]].iloc[0]
+            interval = ", no interval" if pd.isna(low) else f" [{number(low)}, {number(high)}]"
             captions.append(
                 f"Layer {layer}: {grid.index[d]} uses expert {grid.columns[e]} {number(strongest[-1])} times "
-                f"as much as the average domain (chance 1, at most {len(grid)})."
+                f"as much as the average domain{interval} (chance 1, at most {len(grid)})."
             )
         else:
             strongest.append(0.0)
@@ -155,13 +159,14 @@ def affinity_heatmap(tables: Tables) -> Figure:
         "affinity_heatmap",
         "Domain affinity of experts",
         captions[start],
-        ("affinity", "share", "domain_information"),
+        ("affinity", "domains.low", "share", "domain_information"),
         data,
         base_layout("expert", "domain", xaxis=CATEGORIES, yaxis=yaxis),
         Slider("layer", layers, start, captions=captions),
         min(200 + 34 * tables["domains"]["domain"].nunique(), 620),
-        "P(i | d)/P(i), every domain weighted equally, on a scale of doublings. With few documents it varies "
-        "by chance: compare with I(expert; domain).",
+        "P(i | d)/P(i), every domain weighted equally, on a scale of doublings. In brackets: 95 % interval "
+        f"over documents; it needs {FEWEST_DOCUMENTS} documents per domain. The table `domains` has that of "
+        "every cell; one of 20 misses 1 by chance.",
     )
 
 

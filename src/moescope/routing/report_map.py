@@ -27,6 +27,7 @@ from moescope.routing.report_views import (
     tokens_by_expert,
 )
 from moescope.run import Run
+from moescope.statistics import FEWEST_DOCUMENTS
 from moescope.verb import LayerCards, Measure, Payload, Strip
 
 FAMILY_WISE = 0.05  # the share of maps of random routing with any cell beyond chance
@@ -110,23 +111,22 @@ def domain_measures(view: View) -> Iterator[Measure]:
         return
     for domain, frame in rows.groupby("domain", sort=True):
         columns = {
-            "layer": frame["layer"],
-            "expert": frame["expert"],
+            **{name: frame[name] for name in ("layer", "expert", "low", "high")},
             "value": frame["affinity"],
             "chance": 1.0,
+            "beyond": (frame["low"] > 1) | (frame["high"] < 1),
         }
-        if "low" in frame and "high" in frame:
-            columns |= {
-                "low": frame["low"],
-                "high": frame["high"],
-                "beyond": (frame["low"] > 1) | (frame["high"] < 1),
-            }
+        intervals = (
+            "Beyond chance: the 95 % interval over documents misses 1, as one of 20 does by chance."
+            if frame["low"].notna().any()
+            else f"No interval: {FEWEST_DOCUMENTS} documents per domain are needed."
+        )
         yield Measure(
             "domain_lift",
             f"Domain lift: {domain}",
             pd.DataFrame(columns),
-            "× all text",
-            f"How much more often tokens of {domain} choose an expert than tokens of all domains do.",
+            "× mean domain",
+            f"How much more often {domain} uses an expert than the mean of all domains. {intervals}",
             1.0,
             True,
             (0.25, 4.0),
@@ -193,7 +193,7 @@ def layer_cards(rows: dict[str, pd.DataFrame], most: int) -> dict[int, list[Payl
 
     domains = rows.get("domains")
     if domains is not None and domains["domain"].nunique() > 1:
-        columns = ["domain", "affinity", *(name for name in ("low", "high") if name in domains)]
+        columns = ["domain", "affinity", "low", "high"]
         ordered = domains.sort_values("affinity", ascending=False)
         for expert, frame in ordered.groupby("expert"):
             add(expert, "bars", "Domain lift", plain(frame[columns].to_numpy(object).tolist()), middle=1)

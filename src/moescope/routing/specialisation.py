@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 
 from moescope.routing.load_balance import divide
+from moescope.statistics import CONFIDENCE, FEWEST_DOCUMENTS
 from moescope.types import Array, Integers
 
 PERMUTATIONS = 200
+FEWEST_USING = 8  # groups of documents, in effect, that use an expert whose affinity has an interval
 
 
 def expert_shares(counts_ME: Array) -> Array:
@@ -19,6 +23,41 @@ def affinity(counts_ME: Array) -> Array:
     """P(i | d) / P(i), P(i) the mean over domains: 1 where a domain uses an expert like the others do."""
     shares_ME = expert_shares(counts_ME)
     return divide(shares_ME, np.broadcast_to(shares_ME.mean(-2, keepdims=True), shares_ME.shape))
+
+
+def affinity_interval(counts_MBE: Array, documents_M: Sequence[int]) -> tuple[Array, Array]:
+    """95 % intervals of the affinity over documents, (low, high) [M, E]; NaN where there is none.
+
+    log A(d) = log s(d) - log mean(s), s(d) = P(i | d), is linear in the shares to first order, and documents
+    of different domains are independent: Var log A(d) = (1/s(d) - 1/S)^2 V(d) + sum over other domains of
+    V/S^2, S the sum of s over domains, V the variance of a ratio of sums over groups of documents, V = B/(B -
+    1) sum over groups of (c - s C)^2/C(d)^2. The quantile is Student's with (sum c)^2/sum c^2 - 1 degrees of
+    freedom, the groups that use the expert in effect; A is at most the number of domains. No interval under
+    20 documents in any domain, and under 8 such groups.
+    """
+    from scipy.special import stdtrit
+
+    n_domains, _, n_experts = counts_MBE.shape
+    missing = np.full((n_domains, n_experts), np.nan)
+    if min(documents_M) < FEWEST_DOCUMENTS:
+        return missing, missing
+    size_MB = counts_MBE.sum(-1)
+    groups_M = (size_MB > 0).sum(1)
+    shares_ME = expert_shares(counts_MBE.sum(1))
+    residual_MBE = counts_MBE - shares_ME[:, None] * size_MB[..., None]
+    scale_M = groups_M / np.maximum(groups_M - 1, 1) / np.maximum(size_MB.sum(1), 1) ** 2
+    variance_ME = scale_M[:, None] * (residual_MBE**2).sum(1)
+    total_ME = np.broadcast_to(shares_ME.sum(0), shares_ME.shape)
+    slope_ME = divide(total_ME - shares_ME, shares_ME)  # times S
+    others_ME = variance_ME.sum(0) - variance_ME
+    spread_ME = divide(np.sqrt(slope_ME**2 * variance_ME + others_ME), total_ME)
+    using_ME = divide(counts_MBE.sum(1) ** 2, (counts_MBE**2).sum(1))
+    known_ME = using_ME >= FEWEST_USING  # False for NaN
+    freedom_ME = np.where(known_ME, using_ME - 1, 1.0)
+    factor_ME = np.exp(stdtrit(freedom_ME, 0.5 + CONFIDENCE / 2) * np.where(known_ME, spread_ME, 0.0))
+    affinity_ME = affinity(counts_MBE.sum(1))
+    low_ME = np.where(known_ME, affinity_ME / factor_ME, np.nan)
+    return low_ME, np.where(known_ME, np.minimum(affinity_ME * factor_ME, n_domains), np.nan)
 
 
 def domain_shares(counts_ME: Array) -> Array:

@@ -69,7 +69,13 @@ COLUMNS: dict[str, Column] = {
     "affinity": Column("float", "A domain's use of an expert relative to the mean over domains.",
         "P(i | d)/P(i), every domain counted alike", worst="1 everywhere: no specialisation", chance="1",
         best="number of domains, for an expert of one domain",
-        misleads="With few documents it deviates from 1 by chance; compare domain_information."),
+        misleads="With few documents it deviates from 1 by chance: see its interval, low to high."),
+    "domains.low": Column("float", "Lower end of the 95 % interval of the affinity over documents.",
+        "affinity · exp(−t · standard error of its logarithm), by the delta method over documents",
+        misleads="One of 20 intervals misses 1 by chance. Null under 20 documents in any domain, and where "
+        "fewer than 8 groups of documents, in effect, use the expert. In simulations it covers the truth in "
+        "93 to 95 % of cases; in 85 % where each document uses a few of 64 experts."),
+    "domains.high": Column("float", "Upper end of that interval; at most the number of domains."),
     "share": Column("float", "The domain's share of the expert's use, if all domains were equally long.",
         "P(i | d)/Σ_d P(i | d)", worst="share_chance", chance="share_chance", best="1"),
     "share_chance": Column("float", "That share for an expert that all domains use equally.",
@@ -202,7 +208,7 @@ TABLES: dict[str, Table] = define_tables(
     Table("domains",
         "Use of experts by domains, every domain counted alike. Of prefill where traced, else decode.",
         ("step", "layer", "expert", "domain"),
-        ("tokens", "affinity", "share", "share_chance")),
+        ("tokens", "affinity", "low", "high", "share", "share_chance")),
     Table("vocabulary",
         "The 50 most distinctive tokens per expert and role; from a sample of at most a million tokens.",
         ("step", "layer", "expert", "role", "token_id"),
