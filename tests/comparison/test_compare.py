@@ -96,7 +96,7 @@ def test_every_matrix_and_router_row_has_the_distance_of_the_stored_tensors(run,
 
 def test_layers_hold_the_means_with_intervals_and_chance(run):
     geometry, layers = run.table("geometry"), run.table("geometry_layers")
-    assert set(layers["series"]) == {"base_to_ift"}
+    assert set(layers["series"]) == {"base_to_tuned"}
     assert len(layers) == 3 * 4
     means = geometry.groupby(["layer", "matrix"])["relative_l2"].mean()
     for row in layers.itertuples():
@@ -180,20 +180,20 @@ def test_matching_shows_that_a_permuted_copy_is_the_same_model(base, tmp_path):
     table = run.table("geometry")
     experts = table[table["matrix"] != "router"]
     assert (table.loc[table["matrix"] == "router", "relative_l2"] == 0).all()
-    stored = experts[experts["series"] == "base_to_ift"]
-    matched = experts[experts["series"] == "base_to_ift_permuted"]
+    stored = experts[experts["series"] == "base_to_permuted"]
+    matched = experts[experts["series"] == "base_to_permuted_permuted"]
     assert len(stored) == len(matched) == 3 * 4 * 3
     assert stored["relative_l2"].mean() > 1.1
     assert not stored["matched"].any()
     assert matched["matched"].all()
     np.testing.assert_allclose(matched["relative_l2"], 0, atol=1e-6)
     np.testing.assert_allclose(matched["sv_alignment"], 1, atol=1e-5)
-    assert "base_to_ift_permuted: relative L2 0 (matched rotated experts: 1.2" in findings(run)
+    assert "base_to_permuted_permuted: relative L2 0 (matched rotated experts: 1.2" in findings(run)
 
 
 @pytest.mark.parametrize(
     ("match_by", "name"),
-    [("unsigned", "base_to_ift_permuted_unsigned"), ("held_out", "base_to_ift_held_out")],
+    [("unsigned", "base_to_unrelated_permuted_unsigned"), ("held_out", "base_to_unrelated_held_out")],
 )
 def test_neurons_are_matched_by_order_alone_or_with_down_held_out(base, tmp_path, match_by, name):
     """Against an unrelated model: both come closer as random experts do, except what was held out."""
@@ -514,3 +514,16 @@ def test_each_routing_metric_is_compared_separately():
     assert changes["cv"]["largest"] == 0.25
     assert changes["cv"]["where"] == {"layer": 1}
     assert changes["z_loss"]["changed"] == 0
+
+
+def test_a_comparison_is_named_after_both_checkpoints(tmp_path):
+    """By their names; of equal names by the folders they are in; hostile letters are dropped."""
+    places = ["one/model", "two/model", "one/<b>tuned model!", "one/" + "x" * 60]
+    small = {**SIZES, "layers": 1}
+    a, same, odd, long = [tiny_checkpoint(tmp_path / place, **small) for place in places]
+    found = [
+        compare(a, b, out=tmp_path / f"run{count}", skip="scan,sv", quiet=True).table("geometry_layers")
+        for count, b in enumerate((same, odd, long, a))
+    ]
+    names = [table["series"].unique().tolist() for table in found]
+    assert names == [["one_to_two"], ["model_to_b_tuned_model"], [f"model_to_{'x' * 18}"], ["A_to_B"]]

@@ -54,7 +54,7 @@ def test_the_table_of_experts_that_changed_most_is_in_order_with_its_references(
     first = dict(zip(titles, shown["rows"][0], strict=True))
     rows = (
         run.table("geometry")
-        .query("series == 'base_to_ift' and layer == 2 and expert_a == 1")
+        .query("series == 'b_base_to_tuned' and layer == 2 and expert_a == 1")
         .set_index("matrix")
     )
     assert first["L2 of up"] == pytest.approx(rows.loc["up", "relative_l2"], rel=1e-5)
@@ -103,7 +103,7 @@ def test_several_runs_share_one_chart_and_series_of_one_name_name_their_run(run,
     other = compare(*paths[::-1], out=tmp_path / "back", series="back", skip="scan", quiet=True)
     (section,) = overlay([run, other, runs_compared])
     drawn = section.figures[0][1]["geometry_layers"]
-    assert set(drawn["series"]) == {"base_to_ift", "base_to_ift_permuted", "back"}
+    assert set(drawn["series"]) == {"b_base_to_tuned", "b_base_to_tuned_permuted", "back"}
     assert len(drawn) == len(run.table("geometry_layers")) + len(other.table("geometry_layers"))
     twice = overlay([other, other])[0].figures[0][1]["geometry_layers"]
     assert set(twice["series"]) == {"back (back)"}
@@ -157,7 +157,7 @@ def test_every_figure_is_drawn_and_nothing_is_wider_than_the_page(
         expect(heat).to_contain_text("router row: layer")
         legends = page.locator("figure[data-name=expert_distance_gate] .plot")
         expect(legends.locator(".legendtext")).to_have_count(4)
-        expect(legends.locator(".legend2text")).to_have_text(["base_to_ift", "base_to_ift_permuted"])
+        expect(legends.locator(".legend2text")).to_have_text(["b_base_to_tuned", "b_base_to_tuned_permuted"])
     context.close()
     assert troubles == []
 

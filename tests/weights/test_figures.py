@@ -175,7 +175,7 @@ def test_the_null_density_shows_the_stored_value_outside_the_null_where_planted(
     figure = next(spec for spec in ACROSS_LAYERS if spec.name == "null_density").draw(
         views(planted_run)[0].tables
     )
-    assert "better than 99 % of random ones in layers 1 and 3, worse than 99 % in layer 2" in figure.caption
+    assert "above 99 % of random pairings: layers 1 and 3; below 99 %: layer 2" in figure.caption
     assert figure.slider.per_value == 2
 
 

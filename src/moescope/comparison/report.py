@@ -21,7 +21,7 @@ from moescope.comparison.figures import (
     unmatched,
 )
 from moescope.comparison.tables import TABLES
-from moescope.plotting.style import counted, number
+from moescope.plotting.style import counted, number, span
 from moescope.reporting.joint import series_of_runs
 from moescope.reporting.pack import plain, plain_table, table_payload
 from moescope.reporting.untrusted import plot_words
@@ -143,11 +143,10 @@ def router_findings(geometry: pd.DataFrame) -> list[str]:
     if rows.empty:
         return []
     low = rows.loc[rows["cosine"].idxmin()]
-    norms = " to ".join(number(value) for value in (rows["norm_ratio"].min(), rows["norm_ratio"].max()))
     text = (
         f"Router drift: median cosine {number(rows['cosine'].median())}, lowest {number(low['cosine'])} in "
-        f"layer {low['layer']}, expert {low['expert_a']} (unchanged: 1; unrelated: 0); norms {norms} times "
-        "the old ones."
+        f"layer {low['layer']}, expert {low['expert_a']} (unchanged: 1; unrelated: 0); norm in B over "
+        f"norm in A {span(rows['norm_ratio'])} (unchanged: 1)."
     )
     place = {"layer": int(low["layer"]), "expert": int(low["expert_a"])}
     return [Finding(text, tab="overview", colour="router_change", **place)]

@@ -11,10 +11,10 @@ MATRIX = Column(
 COLUMNS: dict[str, Column] = {
     "series": Column(
         "text",
-        "What is compared: the same expert in two checkpoints (base_to_ift, or the name given with "
-        "--series), or the dominant and another member of a cluster (the method's name). Suffix _permuted: "
-        "after matching neurons; _unsigned: without signs; _held_out: matched by gate and up, so that down "
-        "is a check.",
+        "What is compared: the same expert in two checkpoints (named after both, such as base_to_tuned, or "
+        "by --series), or the dominant and another member of a cluster (the method's name). Suffix "
+        "_permuted: after matching neurons; _unsigned: without signs; _held_out: matched by gate and up, so "
+        "that down is a check.",
     ),
     "geometry.matrix": MATRIX,
     "geometry_layers.matrix": MATRIX,

@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 
 MATRICES = ("gate", "up", "down", "router")
 SKIPPABLE = ("sv", "scan")
-SERIES = "base_to_ift"
+NAME_LENGTH = 18  # letters of each checkpoint in the name of their comparison
 MatchBy = Literal["signed", "unsigned", "held_out"]
 SUFFIX = {"signed": "_permuted", "unsigned": "_permuted_unsigned", "held_out": "_held_out"}
 OF_CHECKPOINTS = ("layers", "matrix", "series", "matched", "match_by", "skip")  # options
@@ -76,7 +76,7 @@ def compare(
     matrix: str | Iterable[str] = MATRICES,
     matched: bool = False,
     skip: str | Iterable[str] = (),
-    series: str = SERIES,
+    series: str | None = None,
     device: str = "auto",
     match_by: MatchBy = "signed",
     seed: int = 0,
@@ -104,8 +104,8 @@ def compare(
         Add a series in which B's neurons are first permuted and flipped to fit A's.
     skip : NAMES
         Skip what takes longest: sv (SV alignment), scan (change in alignment and ambiguity).
-    series : NAME
-        Name of the comparison in tables and figures.
+    series : NAME, default A_to_B
+        Name of the comparison in tables and figures; by default from the checkpoints' names.
     device : DEVICE
         auto, cpu, cuda or cuda:0; mps means cpu.
 
@@ -132,7 +132,7 @@ def compare(
     assert not isinstance(b, Run)
     settings = CompareSettings(
         matrix=matrix,
-        series=series_name(series),
+        series="" if series is None else series_name(series),
         matched=matched,
         match_by=one_of("match_by", match_by, get_args(MatchBy)),
         skip=names("skip", skip, SKIPPABLE) if skip else (),
@@ -144,6 +144,7 @@ def compare(
         raise BadInput(f"seed {seed}: must be at least 0")
     opened = read_moe(open_checkpoint(a)), read_moe(open_checkpoint(b))
     check_same_architecture(*opened)
+    settings = replace(settings, series=settings.series or default_series(*opened))
     chosen = choose_layers(layers, opened[0])
     settings = available_settings(opened, chosen, settings, named=matrix != MATRICES)
     warnings = device_warnings(device)
@@ -370,6 +371,18 @@ def missing_rows(runs: list[Run], changes: list[dict[str, Any]]) -> list[str]:
 
 def is_run(place: str | Path | Run) -> bool:
     return isinstance(place, Run) or (Path(place) / "run.json").is_file()
+
+
+def default_series(a: MoeCheckpoint, b: MoeCheckpoint) -> str:
+    """Return "base_to_tuned", from the checkpoints' names; of equal names from the folders they are in."""
+    for pair in (
+        [moe.checkpoint.name for moe in (a, b)],
+        [Path(moe.checkpoint.address).parent.name for moe in (a, b)],
+    ):
+        short = [re.sub(r"[^A-Za-z0-9.-]+", "_", name).strip("_.-")[:NAME_LENGTH] for name in pair]
+        if short[0] != short[1] and all(short):
+            return "_to_".join(short)
+    return "A_to_B"
 
 
 def series_name(series: str) -> str:

@@ -338,10 +338,11 @@ def experts_section(tables: Tables, facts: dict[str, Any]) -> Section:
     if len(merged := sizes[sizes > 1]):
         alone = counted(int((sizes == 1).sum()), "expert")
         text += f" {counted(len(merged), 'group')} of {span(merged)} members, {alone} alone."
+    values = TABLES["clusters"].values if len(merged) else ("kept",)  # the others are of groups
     payloads = [
         table_payload(TABLES[name], tables[name], columns, title)
         for name, title, columns in (
-            ("clusters", "Every expert", ["layer", "expert", *TABLES["clusters"].values]),
+            ("clusters", "Every expert", ["layer", "expert", *values]),
             ("merges", "Every merge", ["layer", "merge", *TABLES["merges"].values]),
         )
         if name in tables

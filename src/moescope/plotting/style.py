@@ -68,7 +68,10 @@ def category_style(index: int) -> dict[str, Any]:
 
 
 def base_layout(x: str, y: str, **more: Any) -> dict[str, Any]:
-    layout: dict[str, Any] = {"xaxis": {"title": {"text": x}}, "yaxis": {"title": {"text": y}}}
+    layout: dict[str, Any] = {
+        "xaxis": {"title": {"text": x}, "zeroline": False},
+        "yaxis": {"title": {"text": y}},
+    }
     for key, value in more.items():
         layout[key] = {**layout[key], **value} if key in layout and isinstance(value, dict) else value
     return layout
@@ -86,14 +89,14 @@ def layer_axis(layers: Iterable[int]) -> dict[str, object]:
     """An axis with ticks at integer layers, at most 16."""
     values = [int(layer) for layer in layers]
     values = values[:: max(1, -(-len(values) // 16))]
-    return {"tickvals": values, "ticktext": [str(value) for value in values], "zeroline": False}
+    return {"tickvals": values, "ticktext": [str(value) for value in values]}
 
 
 def step_axis(steps: Iterable[int]) -> dict[str, object]:
     """An axis with ticks at measured steps, at most 10."""
     values = [int(step) for step in steps]
     values = values[:: max(1, -(-len(values) // 10))]
-    return {"tickvals": values, "ticktext": [f"{value:,}" for value in values], "zeroline": False}
+    return {"tickvals": values, "ticktext": [f"{value:,}" for value in values]}
 
 
 def grey_line(x: Any, y: Any, name: str, dash: str = "dash") -> Trace:

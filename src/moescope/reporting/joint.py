@@ -27,7 +27,7 @@ class Metric(NamedTuple):
 METRICS = {
     "confidence": Metric("confidence", UNIFORM),
     "routing_entropy": Metric("routing entropy", UNIFORM),
-    "cv": Metric("cv", RANDOM),
+    "cv": Metric("load imbalance (CV)", RANDOM),
 }
 
 

@@ -258,7 +258,7 @@ SUBJECTS = [
         "random directions",
         ("expert_cosines.cosine",),
         "Directions of mean outputs over up to 1,024 tokens each: near experts add similar vectors.",
-        "outputs are unknown: a model of the lab, or a recorded trace",
+        "a model of the lab and a recorded trace hold none",
     ),
 ]
 METHOD_TITLES = {"pca": "PCA", "tsne": "t-SNE", "umap": "UMAP"}

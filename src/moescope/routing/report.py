@@ -135,10 +135,10 @@ def load_findings(view: View) -> list[str]:
             )
         )
         unused = {usage.layer: int((usage.counts == 0).sum()) for usage in loads}
-        chance = f"{RANDOM}: {number(100 * values_of(tables, 'unused')['chance'].max())} %"
+        chance = f"{RANDOM}: {small_share(values_of(tables, 'unused')['chance'].max())}"
         total = sum(len(usage.counts) for usage in loads)
         worst = max(unused, key=lambda layer: unused[layer])
-        text = f"All {total:,} experts got tokens (unused at {chance})."
+        text = f"All {total:,} experts got tokens (unused with {chance})."
         place: dict[str, Any] = {"tab": "overview", "colour": "load"}
         if any(unused.values()):
             text = (
@@ -158,6 +158,11 @@ def load_findings(view: View) -> list[str]:
             )
         )
     return findings
+
+
+def small_share(share: float) -> str:
+    """ "3.2 %"; what would round to nothing is "below 0.1 %"."""
+    return f"{number(100 * share)} %" if share >= 0.001 or not share else "below 0.1 %"
 
 
 def pair_findings(view: View) -> list[str]:

@@ -34,6 +34,14 @@ from moescope.verb import Figure, Slider, Tables, Trace
 
 TAIL = 0.01
 CATEGORIES = {"type": "category"}
+IN_WORDS = {  # columns on an axis
+    "align": "alignment",
+    "z_vs_shuffle": "mean z",
+    "effect_over_random": "alignment above random direction",
+    "delta_vs_shuffle": "alignment above average pair",
+    "shuffle_mean": "mean alignment of all pairs",
+    "shuffle_std": "spread of alignment (std)",
+}
 EXACT_CELLS = 64 * 64  # larger heatmaps are rounded
 
 
@@ -106,7 +114,7 @@ def by_k(
 ) -> Figure:
     """The first of `columns` from alignment_layers against k, one line per layer, then reference lines."""
     frame, column = tables["alignment_layers"], columns[0]
-    label = {"align": "alignment", "z_vs_shuffle": "mean z"}.get(column, column.replace("_", " "))
+    label = IN_WORDS.get(column, column.replace("_", " "))
     data = [*layer_lines(frame, "k", column), *lines]
     layout = base_layout("k", label, xaxis=k_axis(frame["k"]), **layout)
     return lines_or_map(Figure(name, title, caption, columns, data, layout))
@@ -274,7 +282,7 @@ def shuffle_log_std_by_k(tables: Tables) -> Figure:
     data = [*layer_lines(frame, "k", "shuffle_std"), random_spread(frame)]
     drawn = [trace for trace in data if trace["x"][0] is not None]  # a colour bar is a trace without points
     layout = base_layout(
-        "k", "shuffle std, log scale", xaxis=k_axis(frame["k"]), yaxis=plain_log(drawn) or {}
+        "k", f"{IN_WORDS['shuffle_std']}, log scale", xaxis=k_axis(frame["k"]), yaxis=plain_log(drawn) or {}
     )
     return lines_or_map(
         Figure(
@@ -308,7 +316,7 @@ def z_decomposed(tables: Tables) -> Figure:
         f"{number(top['shuffle_std'])}. z is the slope from the origin; dots are ks."
     )
     columns = ("z_vs_shuffle", "delta_vs_shuffle", "shuffle_std", "z_ceiling")
-    layout = base_layout("shuffle std", "delta vs shuffle")
+    layout = base_layout(IN_WORDS["shuffle_std"], IN_WORDS["delta_vs_shuffle"])
     return Figure("z_decomposed", "z decomposed into delta and spread", caption, columns, data, layout)
 
 
@@ -525,5 +533,5 @@ def align_against_delta(tables: Tables) -> Figure:
         capital(caption),
         ("align", "delta_vs_shuffle"),
         data,
-        base_layout("alignment", "delta vs shuffle"),
+        base_layout("alignment", IN_WORDS["delta_vs_shuffle"]),
     )

@@ -24,7 +24,15 @@ from moescope.plotting.style import (
     reference_k,
 )
 from moescope.verb import Figure, FigureSpec, Slider, Tables, Trace
-from moescope.weights.figures_alignment import compact, line, matrix_layout, peak, random_spread, usable
+from moescope.weights.figures_alignment import (
+    IN_WORDS,
+    compact,
+    line,
+    matrix_layout,
+    peak,
+    random_spread,
+    usable,
+)
 from moescope.weights.figures_redundancy import overlaps, sampled_ranks
 
 PANEL_HEIGHT = 260
@@ -327,10 +335,10 @@ def expert_panel(column: str, label: str, at_one: bool = False) -> FigureSpec:
 COMPLETE_VIEW = [
     mean_panel("align", "alignment", {"random_expectation": "random direction"}),
     mean_panel("z_vs_shuffle", "mean z", {"z_ceiling": "ceiling √(n−1)", "zero": "chance"}),
-    mean_panel("effect_over_random", "effect over random", {"zero": "random direction"}),
-    mean_panel("delta_vs_shuffle", "delta vs shuffle", {"zero": "chance"}),
-    mean_panel("shuffle_mean", "shuffle mean", {"random_expectation": "random direction"}),
-    mean_panel("shuffle_std", "shuffle std", reference_line=random_spread),
+    mean_panel("effect_over_random", IN_WORDS["effect_over_random"], {"zero": "random direction"}),
+    mean_panel("delta_vs_shuffle", IN_WORDS["delta_vs_shuffle"], {"zero": "chance"}),
+    mean_panel("shuffle_mean", IN_WORDS["shuffle_mean"], {"random_expectation": "random direction"}),
+    mean_panel("shuffle_std", IN_WORDS["shuffle_std"], reference_line=random_spread),
     heat_panel("align", "alignment", False),
     heat_panel("delta_vs_shuffle", "delta", True),
     heat_panel("z_vs_shuffle", "z", True),
