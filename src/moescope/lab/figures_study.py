@@ -13,6 +13,7 @@ from typing import Any
 import pandas as pd
 
 from moescope.plotting.style import (
+    ANCHORED,
     CATEGORICAL,
     GREY,
     base_layout,
@@ -285,18 +286,22 @@ def dots(values: pd.Series, name: str, color: str, symbol: str) -> Trace:
     return markers(name, values.to_numpy(float), list(values.index), hover, marker=marker)
 
 
-def by_domain(tables: Tables) -> pd.DataFrame:
-    """Return arm by domain: token-weighted loss minus the reference's with that seed, mean over seeds."""
+def differences_by_seed(tables: Tables) -> pd.DataFrame:
+    """Return (arm, seed) by domain: token-weighted loss minus the reference's with that seed."""
     reference = reference_of(tables["study_comparisons"])
     rows = tables["study_documents"].assign(nats=lambda frame: frame["loss"] * frame["tokens"])
     sums = rows.groupby(["arm", "seed", "domain"])[["nats", "tokens"]].sum()
     loss = (sums["nats"] / sums["tokens"]).unstack("domain")
     if reference not in loss.index.get_level_values("arm"):
-        return pd.DataFrame()
+        return loss.iloc[:0]
     reference_loss = loss.xs(reference, level="arm")
     others = loss.drop(reference, level="arm")
-    pairs = others - reference_loss.reindex(others.index.get_level_values("seed")).to_numpy()
-    return pairs.groupby(level="arm").mean().dropna(how="all")
+    return others - reference_loss.reindex(others.index.get_level_values("seed")).to_numpy()
+
+
+def by_domain(tables: Tables) -> pd.DataFrame:
+    """Return arm by domain: the mean over seeds of those differences."""
+    return differences_by_seed(tables).groupby(level="arm").mean().dropna(how="all")
 
 
 def difference_by_domain(tables: Tables) -> Figure:
@@ -305,8 +310,16 @@ def difference_by_domain(tables: Tables) -> Figure:
     arms = [arm for arm in ordered_arms(tables["study_comparisons"]) if arm in values.index]
     values = values.reindex(arms)
     axes, label = ("domain", "arm"), "nats per token"
+    errors = differences_by_seed(tables).groupby(level="arm").sem().stack()
+    noise = float(errors.median()) if len(errors) else 0.0
     trace = heatmap(
-        values.to_numpy(float), list(values.columns), arms, diverging=True, label=label, axes=axes
+        values.to_numpy(float),
+        list(values.columns),
+        arms,
+        diverging=True,
+        noise=noise,
+        label=label,
+        axes=axes,
     )
     arm, domain = values.stack().abs().idxmax()
     caption = (
@@ -318,7 +331,14 @@ def difference_by_domain(tables: Tables) -> Figure:
     )
     title, columns = "Difference from the reference by domain", ("study_documents.loss", "difference")
     return Figure(
-        "difference_by_domain", title, caption, columns, [trace], layout, height=arm_height(len(arms))
+        "difference_by_domain",
+        title,
+        caption,
+        columns,
+        [trace],
+        layout,
+        height=arm_height(len(arms)),
+        details=f"{ANCHORED} a mean over seeds, in the median cell.",
     )
 
 

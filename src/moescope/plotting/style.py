@@ -24,6 +24,8 @@ GREY = "#8A9099"
 # Okabe-Ito without black
 CATEGORICAL = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#8C62C7", "#A3A500")
 SEQUENTIAL = ("#9050B8", "#4C6FC4", "#2A8FA8", "#2FA778", "#7FB03A", "#C9A800")
+NOISE_REACH = 3.0  # standard deviations of noise that a scale of differences reaches at least
+ANCHORED = f"The colour scale reaches at least {NOISE_REACH:.0f} standard deviations of"
 HEAT = [[0.0, "#440154"], [0.25, "#3B528B"], [0.5, "#21918C"], [0.75, "#5EC962"], [1.0, "#FDE725"]]  # viridis
 DIVERGING = [[0.0, "#2166AC"], [0.25, "#92C5DE"], [0.5, "#F7F7F7"], [0.75, "#F4A582"], [1.0, "#B2182B"]]
 LEGEND_UP_TO = 10
@@ -264,16 +266,22 @@ def heatmap(
     *,
     diverging: bool = False,
     bound: float | None = None,
+    noise: float = 0.0,
     low: float | None = None,
     high: float | None = None,
     label: str = "",
     axes: tuple[str, str] = ("x", "y"),
     text: bool = False,
 ) -> Trace:
-    """A heatmap; a diverging one is symmetric about zero."""
+    """A heatmap; a diverging one is symmetric about zero.
+
+    Its scale reaches the largest value, and at least three standard deviations of the `noise`, so that noise
+    alone looks pale; `ANCHORED` says so.
+    """
     if diverging:
         if bound is None:
-            bound = max(float(np.nanmax(np.abs(z))) if np.isfinite(z).any() else 0.0, 1e-12)
+            largest = float(np.nanmax(np.abs(z))) if np.isfinite(z).any() else 0.0
+            bound = max(largest, NOISE_REACH * noise, 1e-12)
         low, high = -bound, bound
     trace: Trace = {
         "type": "heatmap",

@@ -235,9 +235,9 @@ def load_heatmap(tables: Tables) -> Figure:
         f"{'has an expert' if doubled.sum() == 1 else 'have experts'} with twice an even share or more"
         if doubled.any()
         else f"No expert gets twice an even share (at most {number(np.nanmax(times))} times)"
-    ) + (
-        f"; unused experts in {named_layers(numbers[silent])}." if silent.any() else "; every expert is used."
-    )
+    ) + (f"; unused experts in {named_layers(numbers[silent])}" if silent.any() else "")
+    stray = max((usage.stray / usage.even for usage in layers if usage.even), default=np.nan)
+    caption += f" ({RANDOM}: 1 ± {number(stray)})."
     trace = ratio_heatmap(
         times,
         range(times.shape[1]),

@@ -10,6 +10,7 @@ import pandas as pd
 
 from moescope.plotting.log_axis import plain_log
 from moescope.plotting.style import (
+    ANCHORED,
     GREY,
     LEGEND_UP_TO,
     LINES_UP_TO,
@@ -451,6 +452,7 @@ def expert_map(
     tables: Tables,
     column: str,
     describe: Callable[[np.ndarray, list[int]], str],
+    details: str = "",
     **scale: Any,
 ) -> Figure:
     """A heatmap of layers x experts at one k; `describe` makes the caption from its values and layers."""
@@ -461,7 +463,9 @@ def expert_map(
     data = [heatmap(z, [int(e) for e in grid.columns], layers, axes=("expert", "layer"), **scale)]
     layout, height = matrix_layout("expert", "layer"), max(300, 90 + 18 * len(layers))
     caption = describe(z, layers)
-    return Figure(name, f"{title} at k = {k}", caption, (column,), data, layout, height=height)
+    return Figure(
+        name, f"{title} at k = {k}", caption, (column,), data, layout, height=height, details=details
+    )
 
 
 def align_by_expert(tables: Tables) -> Figure:
@@ -491,8 +495,18 @@ def delta_by_expert(tables: Tables) -> Figure:
             "layer's average (chance: about half)."
         )
 
-    scale = {"diverging": True, "label": "delta"}
-    return expert_map("delta_by_expert", "Delta per expert", tables, "delta_vs_shuffle", describe, **scale)
+    noise = float(tables["alignment"].loc[at_reference(tables), "shuffle_std"].median())
+    return expert_map(
+        "delta_by_expert",
+        "Alignment above average pair",
+        tables,
+        "delta_vs_shuffle",
+        describe,
+        f"{ANCHORED} random pairs.",
+        diverging=True,
+        noise=noise,
+        label="alignment above average pair",
+    )
 
 
 def align_against_delta(tables: Tables) -> Figure:

@@ -11,6 +11,7 @@ import pandas as pd
 
 from moescope.plotting.log_axis import log_axis
 from moescope.plotting.style import (
+    ANCHORED,
     CATEGORICAL,
     GREY,
     base_layout,
@@ -263,15 +264,18 @@ def mean_panel(
     return FigureSpec(name, ("alignment_layers",), draw, description=description)
 
 
-def heat_panel(column: str, label: str, diverging: bool) -> FigureSpec:
-    """Experts against k as a heatmap."""
+def heat_panel(column: str, label: str, noise: str = "") -> FigureSpec:
+    """Experts against k as a heatmap; `noise`: column of a difference's standard deviation at chance."""
+    diverging = bool(noise)
     name = f"panel_heat_{column}"
 
     @first_layer
     def draw(tables: Tables) -> Figure:
         z, experts, ks = experts_by_k(tables, column)
         x = [f"{k:,}" for k in ks]
-        data = [heatmap(z, x, experts, diverging=diverging, label=label, axes=("k", "expert"))]
+        spread = float(tables["alignment"][noise].median()) if noise in tables["alignment"] else 1.0
+        axes = ("k", "expert")
+        data = [heatmap(z, x, experts, diverging=diverging, noise=spread, label=label, axes=axes)]
         layers = tables["alignment_layers"]
         degenerate = set(layers.loc[layers["degenerate"].astype(bool), "k"])  # where every alignment is 1
         comparable = np.where([k in degenerate for k in ks], -np.inf, z)
@@ -284,7 +288,8 @@ def heat_panel(column: str, label: str, diverging: bool) -> FigureSpec:
         )
         title = f"{capital(label)} of each expert by k"
         layout = matrix_layout("k", "expert")
-        return Figure(name, title, caption, (column,), data, layout, height=PANEL_HEIGHT)
+        details = f"{ANCHORED} random pairs." if diverging else ""
+        return Figure(name, title, caption, (column,), data, layout, height=PANEL_HEIGHT, details=details)
 
     description = f"{capital(label)} of each expert of one layer by k, as a heatmap."
     return FigureSpec(name, ("alignment", "alignment_layers"), draw, description=description)
@@ -317,7 +322,8 @@ def expert_panel(column: str, label: str, at_one: bool = False) -> FigureSpec:
         ]
         low, high = int(np.argmin(values)), int(np.argmax(values))
         span = from_to(values[low], f"expert {experts[low]}", values[high], f"expert {experts[high]}")
-        layout = base_layout("expert", label, showlegend=False)
+        layout = base_layout("expert", label, xaxis={"dtick": 1} if len(experts) <= 16 else {})
+        layout["showlegend"] = False
         return Figure(
             name,
             f"{capital(label)} per expert, k = {k}",
@@ -339,9 +345,9 @@ COMPLETE_VIEW = [
     mean_panel("delta_vs_shuffle", IN_WORDS["delta_vs_shuffle"], {"zero": "chance"}),
     mean_panel("shuffle_mean", IN_WORDS["shuffle_mean"], {"random_expectation": "random direction"}),
     mean_panel("shuffle_std", IN_WORDS["shuffle_std"], reference_line=random_spread),
-    heat_panel("align", "alignment", False),
-    heat_panel("delta_vs_shuffle", "delta", True),
-    heat_panel("z_vs_shuffle", "z", True),
+    heat_panel("align", "alignment"),
+    heat_panel("delta_vs_shuffle", "delta", "shuffle_std"),
+    heat_panel("z_vs_shuffle", "z", "one"),
     expert_panel("cos_squared", "cos²", at_one=True),
     expert_panel("align", "alignment"),
     expert_panel("z_vs_shuffle", "z"),
