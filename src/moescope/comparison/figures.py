@@ -69,10 +69,6 @@ def distance_chart(matrix: str) -> FigureSpec:
             xaxis=layer_axis(sorted(rows["layer"].unique())),
             yaxis={"range": [min(-0.12, lowest - 0.05), 1.55]},
             legend={"traceorder": "normal"},  # filled traces would reverse it
-            annotations=[
-                chance_label(UNRELATED_L2, "L2 of unrelated experts", "bottom"),
-                chance_label(0.0, "R of unrelated experts", "top"),
-            ],
             legend2={"title": {"text": "series"}, "bgcolor": "rgba(0,0,0,0)", **legend},
         )
         columns = ("sv_alignment_mean", "relative_l2_mean", "null_l2", "null_l2_matched", "null_sv_matched")
@@ -179,19 +175,6 @@ def chance_traces(rows: pd.DataFrame) -> list[Trace]:
         line = grey_line(layers, np.full(len(layers), level), f"unrelated experts, {quantity}", "dot")
         traces.append({**line, "showlegend": False})
     return traces
-
-
-def chance_label(level: float, text: str, anchor: str) -> dict[str, Any]:
-    return {
-        "xref": "paper",
-        "x": 1,
-        "xanchor": "right",
-        "y": level,
-        "yanchor": anchor,
-        "text": text,
-        "showarrow": False,
-        "font": {"size": 10, "color": GREY},
-    }
 
 
 def quantity_legend() -> list[Trace]:

@@ -260,13 +260,13 @@ def loss_differences(tables: Tables) -> Figure:
     names = [name for name, *_ in rows]
     zero = {**grey_line([0] * len(names), names, "no difference"), "showlegend": False}
     documents = counted(int(plan["judged_documents"]), "document")
-    above = f"{number(plan['loss_increase'])} nats per token"
+    above = f"Loss minus the original's: {number(plan['loss_increase'])}"
     if plan[["loss_increase_low", "loss_increase_high"]].isna().any():
-        caption = f"{above} above the original; {documents}: too few for intervals."
+        caption = f"{above} nats per token; {documents}: too few for intervals."
     else:
         interval = f"[{number(plan['loss_increase_low'])}, {number(plan['loss_increase_high'])}]"
         compared = verdict(of_controls(tables, model_rows(tables)))
-        caption = f"{above} {interval} above the original, {documents}{compared}."
+        caption = f"{above} {interval} nats per token, {documents}{compared}."
     return Figure(
         "loss_differences",
         "Loss differences with 95 % intervals",
@@ -369,7 +369,7 @@ def saliency_heatmap(tables: Tables) -> Figure:
     mean = np.nanmean(values, axis=1, keepdims=True)
     times = np.divide(values, mean, out=np.ones_like(values), where=mean > 0)
     layers, experts = [str(layer) for layer in grid.index], [str(expert) for expert in grid.columns]
-    label = f"{column} / mean"
+    label = f"{SCORE_NAMES[column]} / mean"
     axes = ("expert", "layer")
     heat = ratio_heatmap(times, experts, layers, axes, "times the layer's mean", label, ratio_range([times]))
     dropped = tables["clusters"][~tables["clusters"]["kept"].astype(bool)]
@@ -383,9 +383,10 @@ def saliency_heatmap(tables: Tables) -> Figure:
         "hoverinfo": "skip",
         "showlegend": False,
         "marker": {
-            "symbol": "x-thin",
-            "size": 8 if few else 4,
-            "line": {"width": 1.5 if few else 1, "color": "#1a1d21"},
+            "symbol": "x",  # white with a dark edge: visible on every cell, on light and dark pages
+            "size": 8 if few else 5,
+            "color": "#ffffff",
+            "line": {"width": 1, "color": "#1a1d21"},
         },
     }
     unused = np.array([int(layer) for layer in grid.index])[(values == 0).any(axis=1)]
@@ -448,7 +449,7 @@ def rank_intervals(tables: Tables) -> Figure:
         data,
         base_layout(
             "expert, by rank",
-            f"rank by {score_column(tables).replace('_', ' ')}",
+            f"rank by {SCORE_NAMES[score_column(tables)]}",
             xaxis={"type": "category", "nticks": 20, "tickangle": 0},
             yaxis={"autorange": "reversed", "tick0": 1, "dtick": max(1, len(kept.loc[layers[0]]) // 8)},
         ),

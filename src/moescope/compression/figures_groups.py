@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pandas as pd
 
+from moescope.plotting.log_axis import even_ticks
 from moescope.plotting.style import (
     CATEGORICAL,
     GREY,
@@ -110,7 +111,7 @@ def dendrogram(tables: Tables) -> Figure:
         "expert",
         "distance (1: unrelated experts)",
         xaxis={"showticklabels": False, "showgrid": False, "zeroline": False},
-        yaxis={"range": [-0.19 * top, 1.08 * top], "zeroline": False, "tick0": 0},
+        yaxis={"range": [-0.19 * top, 1.08 * top], "zeroline": False, "tickvals": even_ticks(0.0, top)},
     )
     return Figure(
         "dendrogram",
@@ -192,7 +193,7 @@ def group_sizes(tables: Tables) -> Figure:
             "layer",
             "experts after merging",
             xaxis=layer_axis(layers),
-            yaxis={"rangemode": "tozero"},
+            yaxis={"rangemode": "tozero", **({"dtick": 1} if groups <= 10 else {})},
             barmode="stack",
         ),
         details="Experts of the compressed model by how many of the original's they stand for. Dashed: those "

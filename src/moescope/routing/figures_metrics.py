@@ -38,7 +38,7 @@ HEADINGS = {
 
 
 def metric_name(metric: str) -> str:
-    return METRICS[metric].title or metric.replace("_", " ")
+    return "CV" if metric == "cv" else METRICS[metric].title or metric.replace("_", " ")
 
 
 def heading(metric: str) -> str:
