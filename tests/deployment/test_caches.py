@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from deployment.plain_caches import most_hits, random_tokens, replay_belady, replay_lfu, replay_lru
+from moescope.deployment import caches
 from moescope.deployment.caches import (
     belady,
     count_depths,
@@ -61,6 +62,23 @@ def test_a_short_stack_gives_the_depths_of_the_whole_one():
     replays = [*(lfu(sequence) for sequence in sequences), *(belady(sequence, 12) for sequence in sequences)]
     for short, whole in zip(stack_depths(replays, 5), stack_depths(replays, 12), strict=True):
         assert short.tolist() == np.minimum(whole, 5).tolist()
+
+
+@pytest.mark.parametrize("length", [7, 100, 1100])
+def test_segments_side_by_side_give_the_depths_of_one_replay(monkeypatch, length):
+    generator = np.random.default_rng(5)
+    popular = np.arange(1, 41) / np.arange(1, 41).sum()
+    sequences = [generator.choice(40, size=size, p=popular) for size in (5000, 3000, 1)]
+    sequences.append(np.repeat(np.arange(40), 100))  # an expert that comes once in a while: slow to agree
+    replays = [*map(lfu, sequences), *(belady(sequence, 40, np.arange(10)) for sequence in sequences)]
+    whole = stack_depths(replays, 20)
+    monkeypatch.setattr(caches, "SHORTEST_SEGMENT", length)
+    monkeypatch.setattr(caches, "SEGMENTS", 10**6)
+    for part, one in zip(stack_depths(replays, 20), whole, strict=True):
+        assert part.tolist() == one.tolist()
+    for slots in (5, 15):
+        for sequence, depth_S in zip(sequences[:2], whole[:2], strict=True):
+            assert (depth_S < slots).tolist() == replay_lfu(sequence.tolist(), slots)
 
 
 def test_recency_skips_empty_slots_and_forgets_at_the_first_token_of_a_document():

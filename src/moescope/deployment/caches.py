@@ -14,11 +14,14 @@ from numpy.typing import NDArray
 
 from moescope.types import Array, Integers
 
-Keys = NDArray[np.int64]
+Keys = NDArray[np.int32]
 Depths = NDArray[np.integer]  # per token and slot; -1 where the slot is empty
-LOWEST = np.iinfo(np.int64).min
+LOWEST = np.iinfo(np.int32).min  # of an empty place in a stack
+ABSENT = np.int32(LOWEST + 1)  # of an expert that is in no stack
 TOKENS_AT_ONCE = 4096
-STEPS_AT_ONCE = 8192
+STEPS_AT_ONCE = 256
+SEGMENTS = 2048  # replayed side by side
+SHORTEST_SEGMENT = 4096  # steps
 
 
 class DepthCounts(NamedTuple):
@@ -109,89 +112,171 @@ class Replay(NamedTuple):
     preloaded: Keys  # priorities of the experts that fill the cache at the start, first slot first
 
 
-def neighbours(sequence_S: Integers) -> tuple[Integers, Integers, Integers]:
-    """Return, per step: when the same value came before (-1: never), when next (-1), how often before."""
+class Neighbours(NamedTuple):
+    """Per step: when the same value came before (-1: never), when next (-1), how often it came before."""
+
+    before_S: Keys
+    next_S: Keys
+    count_S: Keys
+
+
+def neighbours(sequence_S: Integers) -> Neighbours:
     steps = len(sequence_S)
-    order = np.argsort(sequence_S, kind="stable")
+    small = sequence_S.max(initial=0) < 2**15  # 16 bits are sorted in linear time
+    order = np.argsort(sequence_S.astype(np.int16) if small else sequence_S, kind="stable").astype(np.int32)
     new = np.ones(steps, dtype=bool)
     new[1:] = sequence_S[order[1:]] != sequence_S[order[:-1]]
-    before, after = np.full(steps, -1), np.full(steps, -1)
+    before, after, count = np.full((3, steps), -1, dtype=np.int32)
     before[order[1:]] = np.where(new[1:], -1, order[:-1])
     after[order[:-1]] = np.where(new[1:], -1, order[1:])
-    count = np.empty(steps, dtype=np.int64)
     starts = np.flatnonzero(new)
     count[order] = np.arange(steps) - np.repeat(starts, np.diff(np.append(starts, steps)))
-    return before, after, count
+    return Neighbours(before, after, count)
 
 
-def belady(sequence_S: Integers, n_experts: int, preloaded: Integers | None = None) -> Replay:
+def belady(
+    sequence_S: Integers,
+    n_experts: int,
+    preloaded: Integers | None = None,
+    known: Neighbours | None = None,
+) -> Replay:
     """Belady's optimum: evict the expert whose next choice is farthest away (1966, IBM Systems Journal 5:78).
 
-    `preloaded` are the experts that fill the cache at the start, first slot first.
+    `preloaded` are the experts that fill the cache at the start, first slot first; `known` are the sequence's
+    neighbours, where they are computed already.
     """
-    steps = len(sequence_S)
-    _, next_S, _ = neighbours(sequence_S)
-    never_S = steps + n_experts + np.arange(steps)
-    after_S = -np.where(next_S < 0, never_S, next_S)
-    loaded = np.zeros(0, dtype=np.int64)
+    steps, next_S = len(sequence_S), (known or neighbours(sequence_S)).next_S
+    time_S = np.arange(steps, dtype=np.int32)
+    after_S = -np.where(next_S < 0, steps + n_experts + time_S, next_S).astype(np.int32)
+    loaded = np.zeros(0, dtype=np.int32)
     if preloaded is not None:
-        first_E = steps + np.arange(n_experts)
+        first_E = steps + np.arange(n_experts, dtype=np.int32)
         values, where = np.unique(sequence_S, return_index=True)
         first_E[values] = where
         loaded = -first_E[preloaded]
-    return Replay(-np.arange(steps), after_S, loaded)
+    return Replay(-time_S, after_S, loaded)
 
 
-def lfu(sequence_S: Integers, document_S: Integers | None = None) -> Replay:
+def lfu(sequence_S: Integers, document_S: Integers | None = None, known: Neighbours | None = None) -> Replay:
     """Least frequently used: evict the expert with the fewest choices, of equals the least recent.
 
     Counts survive eviction. With `document_S` they start anew in each document, and experts of earlier
     documents are evicted first: the same as an empty cache.
     """
-    steps = len(sequence_S)
-    before_S, _, count_S = neighbours(sequence_S)
-    span = steps + 1
-    base_S = 0 if document_S is None else document_S * (int(count_S.max(initial=0)) + 2) * span
-    keys = base_S + count_S * span + before_S
-    return Replay(
-        np.where(before_S < 0, LOWEST + 1, keys),
-        base_S + (count_S + 1) * span + np.arange(steps),
-        before_S[:0],
-    )
+    before_S, _, count_S = known or neighbours(sequence_S)
+    if document_S is None:
+        order = np.argsort(count_S, kind="stable")
+    else:
+        order = np.lexsort((count_S, document_S))
+    after_S = np.empty(len(sequence_S), dtype=np.int32)  # the place in that order is the priority
+    after_S[order] = np.arange(len(sequence_S), dtype=np.int32)
+    return Replay(np.where(before_S < 0, ABSENT, after_S[before_S]), after_S, after_S[:0])
 
 
 def stack_depths(replays: list[Replay], most: int) -> list[Depths]:
     """Return the depth of every choice in its cache's stack, `most` where it is deeper or new.
 
+    Time is cut into segments that are replayed side by side. At first each starts with an empty stack, except
+    a cache's first one. Then segments start again from the stack that the one before ended with, until their
+    stack is the one they had before at the same step: from there on nothing changes. A segment whose start
+    has changed is repeated until none has, so the depths are those of one replay from beginning to end.
+    """
+    steps = [len(replay.before_S) for replay in replays]
+    length = max(min(max(SHORTEST_SEGMENT, -(-sum(steps) // SEGMENTS)), max(steps, default=1)), 1)
+    segments = [
+        Segment(row, begin, begin == 0)
+        for row, replay in enumerate(replays)
+        for begin in range(0, len(replay.before_S), length)
+    ]
+    side = Segments(replays, segments, length, most)
+    start_MR = np.full((most, len(segments)), LOWEST, dtype=np.int32)
+    for at, segment in enumerate(segments):
+        if segment.first:
+            loaded = replays[segment.row].preloaded[:most]
+            start_MR[: len(loaded), at] = loaded
+    side.replay(np.arange(len(segments)), start_MR)
+    later = np.array([at for at, segment in enumerate(segments) if not segment.first], dtype=np.int64)
+    while len(later):
+        changed = later[(start_MR[:, later] != side.end_MR[:, later - 1]).any(0)]
+        if not len(changed):
+            break
+        start_MR[:, changed] = side.end_MR[:, changed - 1]
+        side.replay(changed, start_MR)
+    found = [np.empty(len(replay.before_S), dtype=np.uint16) for replay in replays]
+    for at, segment in enumerate(segments):
+        part = found[segment.row][segment.begin : segment.begin + length]
+        part[:] = side.depth_RS[at, : len(part)]
+    return found
+
+
+class Segment(NamedTuple):
+    row: int  # of the replays
+    begin: int
+    first: bool
+
+
+class Segments:
+    """Segments replayed side by side: the depths, the stacks at some steps and at the end."""
+
+    def __init__(self, replays: list[Replay], segments: list[Segment], length: int, most: int) -> None:
+        self.replays, self.segments, self.length, self.most = replays, segments, length, most
+        self.depth_RS = np.full((len(segments), length), most, dtype=np.uint16)
+        self.end_MR = np.full((most, len(segments)), LOWEST, dtype=np.int32)
+        checks = [2**power for power in range(9, 32) if 2**power < length]
+        self.check_CMR = {step: np.full_like(self.end_MR, LOWEST + 2) for step in checks}
+
+    def replay(self, active: Integers, start_MR: Keys) -> None:
+        """Replay the active segments from these stacks, as long as they differ from the last replay."""
+        stack_MR = np.ascontiguousarray(start_MR[:, active])
+        for begin in range(0, self.length, STEPS_AT_ONCE):
+            end = min(begin + STEPS_AT_ONCE, self.length)
+            before_SR, after_SR = self.keys(active, begin, end)
+            depth_SR = np.full(before_SR.shape, self.most, dtype=np.uint16)
+            stack_MR = replay_steps(stack_MR, before_SR, after_SR, depth_SR)
+            self.depth_RS[active, begin:end] = depth_SR.T
+            if end in self.check_CMR:
+                seen_MR = self.check_CMR[end]
+                differs = (seen_MR[:, active] != stack_MR).any(0)
+                seen_MR[:, active] = stack_MR
+                active, stack_MR = active[differs], np.ascontiguousarray(stack_MR[:, differs])
+                if not len(active):
+                    return
+        self.end_MR[:, active] = stack_MR
+
+    def keys(self, active: Integers, begin: int, end: int) -> tuple[Keys, Keys]:
+        """Priorities before and after the choices of these steps; beyond a cache's last choice, none."""
+        before_SR, after_SR = np.full((2, end - begin, len(active)), ABSENT, dtype=np.int32)
+        for column, at in enumerate(active.tolist()):
+            segment = self.segments[at]
+            replay = self.replays[segment.row]
+            part = slice(segment.begin + begin, segment.begin + end)
+            size = len(replay.before_S[part])
+            before_SR[:size, column], after_SR[:size, column] = replay.before_S[part], replay.after_S[part]
+        return before_SR, after_SR
+
+
+def replay_steps(stack_MR: Keys, before_SR: Keys, after_SR: Keys, depth_SR: Depths) -> Keys:
+    """Make these choices in all stacks at once, write their depths, and return the new stacks.
+
     A chosen expert moves to the top. Going down from there, of the expert that is carried and the one in
     place the one with the higher priority stays and the other is carried on, until the chosen expert's old
-    place is filled. The carried priority is a running minimum, so all caches take each step together.
+    place is filled: it counts as the lowest priority, which carries nothing on.
     """
-    longest = max((len(replay.before_S) for replay in replays), default=0)
-    rows = len(replays)
-    stack_RM = np.full((rows, most), LOWEST)
-    for stack_M, replay in zip(stack_RM, replays, strict=True):
-        stack_M[: len(replay.preloaded)] = replay.preloaded[:most]
-    equal_RM = np.ones((rows, most + 1), dtype=bool)  # the last one catches what is not in the stack
-    inside_RM, carried_RM = equal_RM[:, :most], np.empty_like(stack_RM)
-    above_RM, below_RM, top_R = carried_RM[:, :-1], stack_RM[:, 1:], stack_RM[:, 0]
-    found = np.full((rows, longest), most, dtype=np.uint16)
-    for begin in range(0, longest, STEPS_AT_ONCE):
-        end = min(begin + STEPS_AT_ONCE, longest)
-        before_SR, after_SR = np.full((2, end - begin, rows), LOWEST + 1)
-        for row, replay in enumerate(replays):
-            part = replay.before_S[begin:end]
-            before_SR[: len(part), row], after_SR[: len(part), row] = part, replay.after_S[begin:end]
-        depth_SR = np.empty((end - begin, rows), dtype=np.intp)
-        for before_R1, after_R, depth_R in zip(before_SR[..., None], after_SR, depth_SR, strict=True):
-            np.equal(stack_RM, before_R1, out=inside_RM)
-            equal_RM.argmax(1, out=depth_R)
-            np.copyto(stack_RM, LOWEST, where=inside_RM)
-            np.minimum.accumulate(stack_RM, axis=1, out=carried_RM)
-            np.maximum(above_RM, below_RM, out=below_RM)
-            np.copyto(top_R, after_R)
-        found[:, begin:end] = depth_SR.T
-    return [found[row, : len(replay.before_S)] for row, replay in enumerate(replays)]
+    rows = stack_MR.shape[1]
+    next_MR, equal_MR = np.empty_like(stack_MR), np.empty(stack_MR.shape, dtype=bool)
+    carried_R = np.empty(rows, dtype=np.int32)
+    for before_R, after_R, depth_R in zip(before_SR, after_SR, depth_SR, strict=True):
+        np.equal(stack_MR, before_R, out=equal_MR)
+        found = np.flatnonzero(equal_MR)
+        stack_MR.reshape(-1)[found] = LOWEST
+        depth_R[found % rows] = found // rows
+        next_MR[0] = after_R
+        carried_R[:] = stack_MR[0]
+        for place_R, next_R in zip(stack_MR[1:], next_MR[1:], strict=True):
+            np.maximum(carried_R, place_R, out=next_R)
+            np.minimum(carried_R, place_R, out=carried_R)
+        stack_MR, next_MR = next_MR, stack_MR
+    return stack_MR
 
 
 def spread(depth_S: Depths, filled_TK: NDArray[np.bool_]) -> Depths:

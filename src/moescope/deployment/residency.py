@@ -13,6 +13,7 @@ from moescope.deployment.caches import (
     belady,
     count_depths,
     lfu,
+    neighbours,
     recency,
     split_budget,
     spread,
@@ -26,7 +27,7 @@ if TYPE_CHECKING:
     import pandas as pd
 
 POLICIES = ("static", "static_in_sample", "lru", "lru_split", "lfu", "belady")
-LAYERS_AT_ONCE = 16  # bounds memory: one depth per choice and cache
+CHOICES_AT_ONCE = 2**25  # of all layers that are replayed together: bounds memory, 40 bytes per choice
 
 
 class Replayed(NamedTuple):
@@ -60,8 +61,9 @@ def residency_table(
     slots = list(slots)
     most = max(slots)
     layers: list[LayerReplays] = []
-    for begin in range(0, len(trace.layers), LAYERS_AT_ONCE):
-        batch = range(begin, min(begin + LAYERS_AT_ONCE, len(trace.layers)))
+    at_once = max(CHOICES_AT_ONCE // max(trace.chosen_LTK[0].size, 1), 1)
+    for begin in range(0, len(trace.layers), at_once):
+        batch = range(begin, min(begin + at_once, len(trace.layers)))
         layers += replay_layers(trace, batch, most, splits, cold)
         advance(len(batch))
     sizes_L = np.ones(len(layers)) if expert_bytes is None else expert_bytes
@@ -109,7 +111,8 @@ def replay_layers(
         if document_S is not None:  # an expert of another document is another expert: nothing is carried over
             sequence_S = sequence_S + n * document_S
         items = int(sequence_S.max(initial=0)) + 1
-        replays += [belady(sequence_S, items), lfu(sequence_S, document_S)]
+        known = neighbours(sequence_S)
+        replays += [belady(sequence_S, items, known=known), lfu(sequence_S, document_S, known)]
         ranks = []
         for split in [*splits, everything]:
             order_E = hottest_first(usage(chosen_TK[split.learn_T], n))
@@ -118,7 +121,8 @@ def replay_layers(
             ranks.append(rank_E)
             tested_TK = chosen_TK[split.test_T]
             if not cold:
-                replays.append(belady(tested_TK[tested_TK >= 0], n, order_E))
+                same = known if split is everything else None
+                replays.append(belady(tested_TK[tested_TK >= 0], n, order_E, same))
         depth_TK = recency(chosen_TK, n, first_T)[1]
         kept.append({"at": at, "n": n, "ranks": ranks, "lru": depth_TK})
     depths = iter(stack_depths(replays, most))

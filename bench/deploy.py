@@ -1,0 +1,104 @@
+"""CPU time and memory of deploy's tables on a made trace, and the ratio to a plain Python replay.
+
+    python bench/deploy.py                       # 1 million tokens x 48 layers, 128 experts, top 8
+    python bench/deploy.py --tokens 50000 --layers 12
+
+Tokens repeat half of the previous token's experts, the rest is drawn by popularity, as in real traces.
+"""
+
+from __future__ import annotations
+
+import argparse
+import resource
+import time
+
+import numpy as np
+
+from moescope.deployment.coverage import coverage_tables
+from moescope.deployment.placement import Cluster, placement_table
+from moescope.deployment.prefetch import prefetch_table
+from moescope.deployment.residency import residency_table
+from moescope.deployment.tokens import TokenTrace, split_tokens
+
+PLAIN_CHOICES = 200_000  # replayed one after the other in plain Python
+
+
+def made_trace(tokens: int, layers: int, n: int, k: int, seed: int = 0) -> TokenTrace:
+    generator = np.random.default_rng(seed)
+    chosen_LTK = np.empty((layers, tokens, k), dtype=np.int16)
+    for chosen_TK in chosen_LTK:
+        popularity = -(np.log(generator.random(n, dtype=np.float32)) ** 2)
+        for begin in range(0, tokens, 20_000):
+            size = len(chosen_TK[begin : begin + 20_000])
+            noise = generator.gumbel(size=(-(-size // 2), n)).astype(np.float32)
+            best = np.argpartition(-(noise - 0.3 * popularity), k, axis=1)[:, :k]
+            chosen_TK[begin : begin + size] = np.repeat(best, 2, axis=0)[:size]
+    document_T = np.arange(tokens) // 1000
+    names = [f"layer {layer}" for layer in range(layers)]
+    domains = ["text"] * (int(document_T[-1]) + 1)
+    return TokenTrace(list(range(layers)), names, [n] * layers, chosen_LTK, document_T, domains, "decode", 0)
+
+
+def plain_seconds(sequence: list[int], slots: int) -> float:
+    """LRU, LFU and Belady for one number of slots, with dicts: seconds per choice."""
+    start = time.process_time()
+    following, last = [0] * len(sequence), {}
+    for at in range(len(sequence) - 1, -1, -1):
+        following[at] = last.get(sequence[at], len(sequence) + at)
+        last[sequence[at]] = at
+    recent: dict[int, int] = {}
+    often: dict[int, tuple[int, int]] = {}
+    counts: dict[int, int] = {}
+    ahead: dict[int, int] = {}
+    for at, expert in enumerate(sequence):
+        counts[expert] = counts.get(expert, 0) + 1
+        for cache, value, worst in (
+            (recent, at, min),
+            (often, (counts[expert], at), min),
+            (ahead, following[at], max),
+        ):
+            if expert not in cache and len(cache) == slots:
+                del cache[worst(cache, key=cache.get)]
+            cache[expert] = value
+    return (time.process_time() - start) / len(sequence)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    for name, default in (("tokens", 1_000_000), ("layers", 48), ("experts", 128), ("k", 8)):
+        parser.add_argument(f"--{name}", type=int, default=default)
+    given = parser.parse_args()
+    trace = made_trace(given.tokens, given.layers, given.experts, given.k)
+    splits = split_tokens(trace.document_T, 0)
+    slots = [size for size in (8, 16, 32, 64) if given.k <= size <= given.experts]
+
+    def silent(count: int) -> None:
+        pass
+
+    tables = {
+        "residency": lambda: residency_table(trace, slots, splits, None, None, False, silent),
+        "prefetch": lambda: prefetch_table(trace, splits, silent),
+        "placement": lambda: placement_table(trace, splits, Cluster(8, 1, 16, 256), 0, silent),
+        "coverage": lambda: coverage_tables(trace, 64, 0, silent),
+    }
+    seconds = {}
+    for name, make in tables.items():
+        start = time.process_time()
+        make()
+        seconds[name] = time.process_time() - start
+        print(f"{name:10} {seconds[name]:8.1f} s", flush=True)
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
+    choices = given.tokens * given.layers * given.k
+    plain = plain_seconds(trace.chosen_LTK[0].reshape(-1)[:PLAIN_CHOICES].tolist(), 32) * len(slots)
+    print(f"{'all':10} {sum(seconds.values()):8.1f} s, peak {peak:.2f} GB")
+    print(
+        f"caches: {seconds['residency'] / choices * 1e9:.0f} ns per choice for {len(slots)} sizes and six "
+        f"policies; LRU, LFU and Belady in plain Python {plain * 1e9:.0f} ns, "
+        f"{plain * choices / seconds['residency']:.1f} times as long"
+    )
+
+
+if __name__ == "__main__":
+    main()
