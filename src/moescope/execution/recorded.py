@@ -399,9 +399,11 @@ def llamacpp(file: Path, shape: Shape) -> Iterator[Stretch]:
                 layer, expert = int(fields[0]), int(fields[1])
             except (ValueError, IndexError):
                 shown = line[:40].decode("ascii", "backslashreplace").strip()
-                raise BadInput(f"{file}, line {number}: {shown!r} is not layer,expert") from None
+                what = f"{shown!r} is not layer,expert; check --format, or record it again"
+                raise BadInput(f"{file}, line {number}: {what}") from None
             if not 0 <= layer < MOST_LAYERS:
-                raise BadInput(f"{file}, line {number}: layer {layer}; expected 0 to {MOST_LAYERS - 1}")
+                most = MOST_LAYERS - 1
+                raise BadInput(f"{file}, line {number}: layer {layer}, not 0 to {most}; check --format")
             check_experts(np.array([expert], dtype=object), shape, f"{file}, line {number}")
             by_layer.setdefault(layer, array("h")).append(expert)
     if not by_layer:
@@ -560,6 +562,9 @@ def parquet_frame(file: Path) -> Any:
     import pyarrow as pa
     from pyarrow import parquet
 
+    with file.open("rb") as start:
+        if start.read(4) != b"PAR1":
+            raise BadInput(f"{file}: neither a .csv nor a parquet file; give another --format")
     try:
         opened = parquet.ParquetFile(file)
         if opened.metadata.num_rows > MOST_ROWS:

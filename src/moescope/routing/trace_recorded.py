@@ -70,8 +70,7 @@ def trace_recorded(verb: Verb, given: dict[str, Any]) -> Run:
             raise BadInput(f"{option.flag} applies to a model run, not to --recorded; leave it out")
     if len(models) > 1:
         raise BadInput(f"--recorded takes at most one model, {len(models)} given; use one run per trace")
-    if not file.is_file():
-        raise BadInput(f"{file}: no such file; give the recorded trace")
+    check_place(file)
     format = format or find_format(file)
     moe = read_moe(open_checkpoint(models[0])) if models else None
     shape = trace_shape(moe, given["experts"] or (None if moe else expert_count(file)), file)
@@ -88,6 +87,7 @@ def trace_recorded(verb: Verb, given: dict[str, Any]) -> Run:
         with writer.timed("trace"):
             parts = list(read_trace(file, format, shape))
             traced, dense = count_trace(parts, shape)
+            empty = check_choices(parts, set(traced.layer_names), shape)
             kind = (moe.checkpoint.config or {}).get("model_type") if moe else None
             traced = replace(traced, model_type=str(kind or "recorded trace"))
             names = {number: layer.layer_name for number, layer in moe.layers.items()} if moe else {}
@@ -117,11 +117,24 @@ def trace_recorded(verb: Verb, given: dict[str, Any]) -> Run:
             coverage=[setup["coverage"]],
             warnings=[
                 *([skipped] if dense else []),
+                *([empty] if empty else []),
                 *traced.warnings(),
                 f"not in this trace: {', '.join(absent)}",
             ],
         )
         return writer.finish(frames)
+
+
+def check_place(file: Path) -> None:
+    """Reject what is no file; of a run folder, name the table in it that can be read."""
+    tokens = file / "tokens.parquet"
+    if tokens.exists():
+        raise BadInput(f"{file}: a run folder; give its table of tokens: --recorded {tokens}")
+    if (file / "run.json").exists():
+        raise BadInput(f"{file}: a run folder without tokens; make it again with trace --save-tokens")
+    if not file.is_file():
+        kind = "a folder" if file.is_dir() else "no such file"
+        raise BadInput(f"{file}: {kind}; give the recorded trace")
 
 
 def trace_shape(moe: MoeCheckpoint | None, experts: int | None, file: Path) -> Shape:
@@ -254,6 +267,29 @@ def count_trace(parts: list[Stretch | Load], shape: Shape) -> tuple[Traced, list
         has_slots=any((stretch.chosen_TLK < 0).any() for stretch in stretches),
     )
     return traced, dense
+
+
+def check_choices(parts: list[Stretch | Load], layers: set[int], shape: Shape) -> str:
+    """Reject a token that names an expert twice in a layer; return a warning that counts empty slots.
+
+    Recorders write -1 for padding, and where a layer has no choice for a token.
+    """
+    stretches = trim_slots([part for part in parts if isinstance(part, Stretch)])
+    empty = total = 0
+    for stretch in stretches:
+        numbers = layer_numbers(stretch, shape)
+        rows = [row for row, number in enumerate(numbers) if number in layers]
+        ordered_TLK = np.sort(stretch.chosen_TLK[:, rows], axis=2)
+        empty, total = empty + int((ordered_TLK < 0).sum()), total + ordered_TLK.size
+        twice_TLK = (ordered_TLK[..., 1:] == ordered_TLK[..., :-1]) & (ordered_TLK[..., 1:] >= 0)
+        if twice_TLK.any():
+            token, row, slot = np.argwhere(twice_TLK)[0]
+            expert, layer = ordered_TLK[token, row, slot], numbers[rows[row]]
+            raise BadInput(
+                f"document {stretch.document}, token {stretch.start + token}, layer {layer}: names expert "
+                f"{expert} twice, but a token chooses an expert once; record it again, or check --format"
+            )
+    return f"{empty:,} of {total:,} slots are empty (-1) and not counted" if empty else ""
 
 
 def count_load(load: Load, shape: Shape) -> Traced:
