@@ -202,7 +202,7 @@ def stack_depths(replays: list[Replay], most: int) -> list[Depths]:
             break
         start_MR[:, changed] = side.end_MR[:, changed - 1]
         side.replay(changed, start_MR)
-    found = [np.empty(len(replay.before_S), dtype=np.uint16) for replay in replays]
+    found: list[Depths] = [np.empty(len(replay.before_S), dtype=np.uint16) for replay in replays]
     for at, segment in enumerate(segments):
         part = found[segment.row][segment.begin : segment.begin + length]
         part[:] = side.depth_RS[at, : len(part)]
