@@ -35,6 +35,10 @@ RUNS = {
     f"--domain prose={TEXTS}/prose.jsonl --max-tokens 20000 --apply runs/half-model --out runs/half",
     "runs/deepseek": "moescope trace --recorded docs/data/deepseek_v2_lite.parquet --experts 64 "
     "--out runs/deepseek",
+    "runs/qwen3-tokens": "moescope trace --recorded docs/data/qwen3_30b_a3b.route.csv.gz --save-tokens "
+    "--out runs/qwen3-tokens",
+    "runs/qwen3-served": "moescope deploy runs/qwen3-tokens --bandwidth 7 --expert-bytes 3059712 "
+    "--out runs/qwen3-served",
 }
 
 
@@ -162,6 +166,20 @@ PICTURES = [
         "affinity_heatmap",
         options={"layer": 11},
     ),
+    Picture(
+        "deploy-caches.webp",
+        "Qwen3-30B-A3B: expert caches",
+        "Hit rate of caches of 8 to 64 experts per layer, beside Belady's optimum and random lists.",
+        "runs/qwen3-served",
+        "cache_curve",
+    ),
+    Picture(
+        "deploy-report.webp",
+        "The report: deployment",
+        "Caches, prefetching, placement and coverage from one chat turn of Qwen3-30B-A3B.",
+        "runs/qwen3-served",
+        page="/deployment",
+    ),
 ]
 
 
@@ -173,6 +191,7 @@ def make(pictures: list[Picture], work: Path) -> None:
     shutil.copytree(Path(__file__).parent / "data", work / "docs" / "data", dirs_exist_ok=True)
     needed = {"runs/demo", *(picture.run for picture in pictures)}
     needed |= {"runs/tuned"} if "runs/moved" in needed else set()
+    needed |= {"runs/qwen3-tokens"} if "runs/qwen3-served" in needed else set()
     for folder, command in RUNS.items():
         if folder in needed and not (work / folder / "report.html").exists():
             print(command, flush=True)

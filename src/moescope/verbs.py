@@ -17,7 +17,11 @@ VERBS: tuple[tuple[str, str, str], ...] = (
     ("trace", "Record which experts each token of a text is routed to.", "moescope.routing.trace:VERB"),
     ("compare", "Show what changed between two checkpoints or two runs.", "moescope.comparison.verb:VERB"),
     ("compress", "Prune or merge experts, and measure the damage.", "moescope.compression.verb:VERB"),
-    ("deploy", "Measure expert caches from a trace of tokens.", "moescope.deployment.verb:VERB"),
+    (
+        "deploy",
+        "Measure what serving costs: caches, prefetching, placement, coverage.",
+        "moescope.deployment.verb:VERB",
+    ),
     ("train", "Train a small MoE language model with any router.", "moescope.lab.train:VERB"),
     ("study", "Train many small MoEs with paired seeds and compare them.", "moescope.lab.study:VERB"),
     ("report", "Build one interactive HTML report from one or several runs.", "moescope.reporting.verb:VERB"),

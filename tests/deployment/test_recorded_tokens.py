@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from pathlib import Path
 
 import numpy as np
@@ -13,7 +12,7 @@ import moescope
 from moescope.deployment.tokens import read_tokens
 from moescope.errors import BadInput
 
-REAL = Path(os.environ.get("MOESCOPE_REAL_TRACES", Path(__file__).parents[3] / "shared" / "data" / "real"))
+QWEN3 = Path(__file__).parents[2] / "docs" / "data" / "qwen3_30b_a3b.route.csv.gz"
 
 
 def test_a_servers_trace_keeps_documents_phases_and_order(tmp_path):
@@ -48,11 +47,9 @@ def test_tokens_are_not_saved_unless_asked_for(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(not REAL.is_dir(), reason="needs recorded traces of real models")
 def test_the_published_numbers_of_a_real_trace(tmp_path):
     """Qwen3-30B-A3B, one chat turn: published previous-token recall 38.0 %, static 37.6 %."""
-    file = REAL / "qwen3_30b_a3b.route.csv.gz"
-    run = moescope.trace(recorded=file, save_tokens=True, out=tmp_path / "trace", quiet=True)
+    run = moescope.trace(recorded=QWEN3, save_tokens=True, out=tmp_path / "trace", quiet=True)
     deployed = moescope.deploy(run, slots="32", out=tmp_path / "run", quiet=True)
     caches = deployed.table("residency")
     caches = caches[caches["layer"].isna()].set_index("policy")["hit_rate"]
