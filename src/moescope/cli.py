@@ -84,6 +84,8 @@ def command_of(verb: Verb) -> TyperCommand:
     callback.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
     callback.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
     callback.__doc__ = summary_of(verb.run) if verb.run is not None else ""
+    if verb.returns_run:
+        callback.__doc__ += f"\n\nWrites {REPORT} into the run folder; moescope report RUN --open shows it."
     app = typer.Typer(rich_markup_mode="rich", add_completion=False, pretty_exceptions_enable=False)
     app.command(verb.name, context_settings={"help_option_names": ["-h", "--help"]})(callback)
     command = typer.main.get_command(app)

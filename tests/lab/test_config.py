@@ -119,7 +119,10 @@ def test_a_base_that_is_handed_in_goes_before_the_file_s_preset(tmp_path):
         ("[model]\nd_model = 12\nheads = 4", "d_model / heads must be even for rotary positions, not 3"),
         ("[model]\nexpert_init = 'sparse'", "for block = 'some' only"),
         ("[model]\nblock = 'some'\nqk_norm = true", "for block = 'modern' only"),
-        ("[model]\nrouter = 'topk'\ntop_k = 9", "top_k 9 exceeds the number of experts, 8"),
+        (
+            "[model]\nrouter = 'topk'\ntop_k = 9",
+            "top_k 9 exceeds the number of experts, 8; lower it to at most 8",
+        ),
         ("[model]\nrouter = 'top2'\ntop_k = 3", "use router = 'topk' for top_k = 3"),
         (
             "[model]\nrouter_options = {balence = 0.1}",
