@@ -27,14 +27,17 @@ RECORDS = {name: load_verb(name) for name in [*(name for name, _, _ in VERBS), *
 
 
 def on_config(config: Any) -> Any:
-    """Set the navigation; pages of colleagues that stand in docs/ and are listed nowhere join the guides."""
-    guides = ["case_study.md", "monitor.md", "lab.md", "faq.md", "benchmarks.md", "routers.md"]
-    guides += sorted(path.name for path in DOCS.glob("*.md") if path.name not in {*guides, "index.md"})
+    """Set the navigation; a page in docs/ that is listed nowhere joins the guides."""
+    findings = ["case_study.md", "routers.md", "benchmarks.md"]
+    guides = ["monitor.md", "lab.md", "faq.md"]
+    listed = {"index.md", *findings, *guides}
+    guides += sorted(path.name for path in DOCS.glob("*.md") if path.name not in listed)
     config.nav = [
         {"Start": "index.md"},
         {"Concepts": [f"concepts/{name}.md" for name in CONCEPTS]},
         {"Commands": [f"verbs/{name}.md" for name, _, _ in VERBS]},
         {"Guides": guides},
+        {"Findings": findings},
         {"Gallery": "gallery.md"},
         {"Reference": [{"Tables and columns": "tables.md"}, {"Python": "python.md"}]},
         {"Decisions": [f"decisions/{path.name}" for path in decisions()]},
