@@ -157,6 +157,16 @@ def test_a_large_heatmap_is_rounded_to_four_digits_of_its_largest_value(largest,
     assert f"10<sup>−{-round(np.log10(unit))}</sup>" in large["hovertemplate"]
 
 
+def test_a_rounded_heatmap_has_round_ticks():
+    z = np.linspace(1.7e-10, 0.915, 65 * 65).reshape(65, 65)
+    bar = compact(heatmap(z, range(65), range(65), label="align"))["colorbar"]
+    assert bar["ticktext"] == ["0.2", "0.4", "0.6", "0.8"]
+    power = np.log10(bar["tickvals"][0] / 0.2)
+    np.testing.assert_allclose(bar["tickvals"], np.array([0.2, 0.4, 0.6, 0.8]) * 10**power)
+    flat = compact(heatmap(np.full((65, 65), 0.5), range(65), range(65), label="align"))
+    assert flat["colorbar"]["ticktext"] == ["0.5"]
+
+
 def test_experts_of_a_block_stand_together_in_similarity_order():
     matrix = np.kron(np.ones((2, 2)), np.eye(3))  # experts i and i + 3 are the same
     order = similarity_order(matrix)

@@ -11,6 +11,7 @@ import pandas as pd
 from moescope.plotting.log_axis import plain_log
 from moescope.plotting.style import (
     ANCHORED,
+    CATEGORIES,
     GREY,
     LEGEND_UP_TO,
     LINES_UP_TO,
@@ -34,7 +35,6 @@ from moescope.plotting.style import (
 from moescope.verb import Figure, Slider, Tables, Trace
 
 TAIL = 0.01
-CATEGORIES = {"type": "category"}
 IN_WORDS = {  # columns on an axis
     "align": "alignment",
     "z_vs_shuffle": "mean z",
@@ -70,7 +70,7 @@ def compact(trace: Trace) -> Trace:
         return trace
     power = int(np.floor(np.log10(np.iinfo(np.int16).max / top)))
     ends = trace.get("zmin", float(z.min())), trace.get("zmax", float(z.max()))
-    ticks = np.linspace(*ends, 5)
+    ticks = round_ticks(*ends)
     axis = {"tickvals": ticks * 10.0**power, "ticktext": [number(tick) for tick in ticks]}
     return {
         **trace,
@@ -80,6 +80,17 @@ def compact(trace: Trace) -> Trace:
         "colorbar": {**trace["colorbar"], **axis},
         "hovertemplate": trace["hovertemplate"].replace("%{z:.4g}", f"%{{z}} × 10<sup>−{power}</sup>"),
     }
+
+
+def round_ticks(low: float, high: float) -> np.ndarray:
+    """Multiples of 1, 2 or 5 times a power of ten between both ends: three to eight."""
+    if not high > low:
+        return np.array([low])
+    rough = (high - low) / 5
+    power = 10.0 ** np.floor(np.log10(rough))
+    step = power * next(factor for factor in (1, 2, 5, 10) if factor * power >= 0.75 * rough)
+    ticks = np.arange(np.ceil(low / step), np.floor(high / step) + 1) * step
+    return np.asarray(np.round(ticks, 12))
 
 
 def matrix_layout(x: str, y: str) -> dict[str, Any]:

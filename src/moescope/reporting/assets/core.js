@@ -32,10 +32,13 @@ M.svg = (tag, attributes = {}, ...children) => {
   });
 
   async function text(id) {
-    if (!document.getElementById(id)) await loaded;
+    // an element without a next one may still be read by the parser, its text incomplete
+    if (!document.getElementById(id)?.nextElementSibling) await loaded;
     const element = document.getElementById(id);
-    const bytes = Uint8Array.from(atob(element.textContent), (letter) => letter.charCodeAt(0));
-    const stream = new Blob([bytes]).stream().pipeThrough(new DecompressionStream("gzip"));
+    const letters = atob(element.textContent);
+    const bytes = new Uint8Array(letters.length); // a loop: ten times as fast as Uint8Array.from
+    for (let at = 0; at < letters.length; at++) bytes[at] = letters.charCodeAt(at);
+    const stream = new Response(bytes).body.pipeThrough(new DecompressionStream("gzip"));
     element.textContent = "";
     return new Response(stream).text();
   }
@@ -55,6 +58,8 @@ M.svg = (tag, attributes = {}, ...children) => {
     });
     return plotly;
   };
+  // plotly is unpacked while the overview is read: the first tab with figures does not wait for it
+  loaded.then(() => requestIdleCallback(() => M.plotly()));
 })();
 
 // ---- numbers

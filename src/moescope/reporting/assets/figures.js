@@ -107,10 +107,19 @@ M.figures = (() => {
   const visibleTraces = (figure, position) => figure.data.map((_, index) =>
     index >= figure.slider.per * figure.slider.values.length || Math.floor(index / figure.slider.per) === position);
 
+  // on a narrow screen labels of every second tick, so that they stay apart
+  function fewerTicks(axis) {
+    if (axis.nticks) axis.nticks = Math.ceil(axis.nticks / 2);
+    if (Array.isArray(axis.tickvals) && axis.tickvals.length > 10) {
+      for (const key of ["tickvals", "ticktext"]) if (axis[key]) axis[key] = axis[key].filter((_, at) => at % 2 === 0);
+    }
+  }
+
   async function draw(figure, div) {
     const Plotly = await M.plotly();
     const narrow = div.clientWidth < 480;
     themedTraces(figure.data, M.theme.dark() ? "dark" : "light");
+    if (narrow) fewerTicks(figure.layout.xaxis ?? {});
     const layout = assign(figure.layout, {
       ...themed(figure.layout), "font.family": getComputedStyle(document.body).fontFamily, "font.size": narrow ? 11 : 12.5,
       height: figure.height, autosize: true, margin: { l: 58, r: 14, t: 8, b: 48 }, hovermode: "closest",
