@@ -377,9 +377,7 @@ def largest_changes(tables: Tables) -> Figure:
             f"Most: {top['column']} of {top['table']}, {number(top['spreads'])} spreads at {top['where']} "
             "(0: unchanged; 1: as much as rows differ)."
         )
-    layout = base_layout(
-        "largest change / spread over rows", "", showlegend=False, yaxis={"automargin": True}
-    )
+    layout = base_layout("largest change / spread", "", showlegend=False, yaxis={"automargin": True})
     height = 160 + 22 * len(rows)
     title = "Largest change of each column"
     return Figure("largest_changes", title, caption, (), data, layout, height=height)
