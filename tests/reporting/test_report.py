@@ -73,7 +73,8 @@ def test_every_figure_of_every_view_and_layer_is_in_it(planted_html):
     assert views == {"gate, raw router", "gate, centered router"}
     for view in views:
         mine = [entry for entry in sections if entry["view"] == view]
-        across = [figure["name"] for entry in mine for figure in entry.get("figures", [])]
+        open_ones = [entry for entry in mine if "payload" not in entry]
+        across = [figure["name"] for entry in open_ones for figure in entry["figures"]]
         (more,) = [entry for entry in mine if entry["id"] == "more"]
         across += all_figures(found[more["payload"]])
         assert sorted(across) == sorted(spec.name for spec in ACROSS_LAYERS)
@@ -82,6 +83,7 @@ def test_every_figure_of_every_view_and_layer_is_in_it(planted_html):
         for entry in layers:
             figures = all_figures(found[entry["payload"]])
             assert figures == [spec.name for spec in (*ONE_LAYER, *COMPLETE_VIEW)]
+            assert [figure["name"] for figure in entry["figures"]] == figures  # search finds them by title
     (side,) = [entry for entry in page_sections(planted_html, "weights") if entry["id"] == "side-by-side"]
     names = [figure["name"] for part in side["sections"] for figure in part["figures"]]
     assert len(names) == 6
