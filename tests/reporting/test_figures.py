@@ -128,7 +128,8 @@ def test_every_registered_figure_is_in_a_report(pages):
 def test_diagnostics_of_a_router_are_in_its_report(router, tmp_path):
     (tmp_path / "tiny.toml").write_text(TOML.format(steps=12))
     run = train(tmp_path / "tiny.toml", out=tmp_path / "run", router=router, device="cpu", quiet=True)
-    assert OF_ROUTERS[router] <= set(page_figures((run.path / "report.html").read_text(encoding="utf-8")))
+    page = report(run, out=tmp_path / "report.html")
+    assert OF_ROUTERS[router] <= set(page_figures(page.read_text(encoding="utf-8")))
 
 
 @pytest.mark.parametrize(
