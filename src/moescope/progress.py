@@ -19,11 +19,12 @@ def progress(
 ) -> Iterator[Callable[..., None]]:
     """Yield a function to call after each task, with a label and the amount done (default 1).
 
-    Without a total (a text of unknown length) the amount is counted and no time left is shown. Without a
-    terminal a line is printed per minute, and per label (a layer, a model) unless labels say how it goes.
+    Without a total (a text of unknown length) the amount is counted and no time left is shown; a call may
+    give the total once it is known. Without a terminal a line is printed per minute, and per label (a layer,
+    a model) unless labels say how it goes.
     """
     if quiet:
-        yield lambda label, amount=1: None
+        yield lambda label, amount=1, total=None: None
         return
     if not sys.stderr.isatty():
         lines = ProgressLines(total, done, what, line_per_label)
@@ -59,7 +60,9 @@ def progress(
     )
     with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
         task = bar.add_task("starting", total=total, completed=done)
-        yield lambda label, amount=1: bar.update(task, advance=amount, description=label)
+        yield lambda label, amount=1, total=None: bar.update(
+            task, total=total, advance=amount, description=label
+        )
 
 
 class ProgressLines:
@@ -72,7 +75,8 @@ class ProgressLines:
         self.began = self.printed = time.monotonic()
         self.lock = threading.Lock()
 
-    def advance(self, label: str, amount: int = 1) -> None:
+    def advance(self, label: str, amount: int = 1, total: int | None = None) -> None:
+        self.total = total or self.total
         if label != self.label and self.done > self.first:
             self.end_label()
         self.label = label

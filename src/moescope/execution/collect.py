@@ -137,6 +137,7 @@ def run_streamed(
     for record in states.records():
         restore_part(record, capture.blocks, collectors)
     n_tokens = sum(batch.size for batch in all_batches)
+    traced.execution.on_total(n_tokens)
     done = n_tokens * states.part
     advance(done // traced.n_parts)
     with traced.replaying(), only_resumable(states):

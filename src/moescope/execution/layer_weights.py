@@ -111,15 +111,17 @@ class LayerWeights:
             raise BadInput(self.unusable(part, problems[0].strip().splitlines()[-1][:160]))
         if part == "outer":
             self.model.tie_weights(missing_keys=set(self.absent), recompute_mapping=False)
-        moved: dict[int, Tensor] = {}  # tied weights stay one tensor
+        moved: dict[tuple[Any, ...], Tensor] = {}  # tied weights stay one tensor
         for module, attribute, tensor in list(self.tensors_of(part)):
             if tensor.is_meta:
                 raise BadInput(self.unusable(part, f"{attribute} of {type(module).__name__} is missing"))
             checkable = tensor.dtype in FLOATS and tensor.numel()
             if checkable and not torch.stack(tensor.detach().aminmax()).isfinite().all():
                 raise BadInput(f"{self.defect(part)} {DEFECT}")
-            placed = moved.setdefault(tensor.data_ptr(), tensor.detach().to(self.device))
-            self.replace_tensor(module, attribute, placed)
+            memory = (tensor.data_ptr(), tensor.shape, tensor.stride())
+            if memory not in moved:
+                moved[memory] = tensor.detach().to(self.device)
+            self.replace_tensor(module, attribute, moved[memory])
         self.checkpoint.release()
         self.loaded.add(part)
 

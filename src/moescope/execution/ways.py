@@ -15,6 +15,7 @@ from typing import Any, Literal
 from moescope.checkpoint import Checkpoint
 from moescope.errors import BadInput
 from moescope.families.reading import text_config
+from moescope.progress import duration
 
 Way = Literal["auto", "resident", "sharded", "streamed"]
 USABLE = 0.8  # share of the free memory that a run may take without --memory
@@ -55,6 +56,7 @@ class Execution:
     folder: Path | None = None  # for hidden states that do not fit into memory
     quiet: bool = True
     save: Callable[[list[dict[str, Any]]], None] = lambda expected: None
+    on_total: Callable[[int], None] = lambda tokens: None  # told the number of tokens once it is known
     announced: list[dict[str, Any]] = field(default_factory=list)
 
     @property
@@ -86,13 +88,6 @@ def size(count: float) -> str:
         if count >= scale:
             return f"{count / scale:.3g} {unit}"
     return f"{count / 1e3:.3g} kB"
-
-
-def duration(seconds: float) -> str:
-    for unit, scale in (("h", 3600), ("min", 60)):
-        if seconds >= scale:
-            return f"{seconds / scale:.2g} {unit}"
-    return f"{seconds:.2g} s"
 
 
 # --- what there is

@@ -190,8 +190,14 @@ def trace(
             for number, name in steps:
                 if task_name(number) not in done_tasks:
                     label = f"step {number}" if len(steps) > 1 else short_name(name)
+                    how.on_total = partial(show_total, advance, label, len(steps))
                     trace_step(writer, number, name, reading, settings, place, how, partial(advance, label))
         return finish(writer, [number for number, _ in steps], save_tokens, device_warnings(device))
+
+
+def show_total(advance: Callable[..., None], label: str, steps: int, tokens: int) -> None:
+    """Show the time left as soon as the length of the text is known."""
+    advance(label, 0, tokens * steps)
 
 
 def trace_step(
