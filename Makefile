@@ -9,7 +9,7 @@ WORKERS ?= 2
 TEST = OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile
 SOURCES = pyproject.toml constraints.txt
 
-.PHONY: dist docs docs-pictures demo demo-model test test-slow fuzz check bench bench-growth bench-memory bench-gpu bench-peer clean
+.PHONY: dist docs docs-pictures demo demo-model test test-slow fuzz check bench bench-growth bench-memory bench-gpu bench-report bench-peer clean
 
 demo: .venv/core
 	$(BIN)/moescope demo
@@ -63,6 +63,10 @@ bench-growth: .venv/everything
 bench-memory: .venv/core
 	$(BIN)/python bench/memory.py
 	$(BIN)/python bench/memory.py --fused
+
+# Build time, size, first paint and tab switches of three reports.
+bench-report: .venv/everything
+	OMP_NUM_THREADS=1 PYTHONPATH=src $(BIN)/python bench/report.py
 
 # On a machine with a GPU; qwen3 writes 20 GB into the temporary folder.
 bench-gpu: .venv/core
