@@ -200,7 +200,7 @@ def read_by_layer(
     counted = replace(checkpoint, files=CountedFiles(checkpoint.files))
     loading = LoadStateDictConfig(
         pretrained_model_name_or_path=name,
-        device_map={"": "cpu"},
+        device_map={"": device},
         dtype=dtype,
         dtype_plan=model._get_dtype_plan(dtype),
         weight_mapping=mapping,

@@ -8,7 +8,6 @@ import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from importlib.util import find_spec
-from math import prod
 from pathlib import Path
 from typing import Any, Literal
 
@@ -172,11 +171,12 @@ def sharded_placement(name: str, device: str, limit: int) -> dict[str, Any]:
 
 def read_seconds(checkpoint: Checkpoint) -> float:
     """Return the time to read the checkpoint once, from the time of a small part of it."""
-    if checkpoint.bytes() < 100 * 2**20:
-        return checkpoint.bytes() / ASSUMED_SPEED
-    total = sum(prod(info.shape) for info in checkpoint.stored.values())
-    budget, read, start = min(TIMED_BYTES, checkpoint.bytes() // 100), 0, time.perf_counter()
+    stored = checkpoint.bytes()
+    if stored < 100 * 2**20:
+        return stored / ASSUMED_SPEED
+    per_number = stored / max(sum(info.parameters for info in checkpoint.stored.values()), 1)
+    budget, read, start = min(TIMED_BYTES, stored // 100), 0, time.perf_counter()
     for name, info in checkpoint.stored.items():
-        if info.parameters * checkpoint.bytes() / max(total, 1) <= budget - read:
+        if info.parameters * per_number <= budget - read:
             read += checkpoint.read_stored(name, None).nbytes
-    return (time.perf_counter() - start) * checkpoint.bytes() / read if read else 0.0
+    return (time.perf_counter() - start) * stored / read if read else 0.0
