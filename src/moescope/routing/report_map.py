@@ -51,6 +51,7 @@ def view_measures(view: View) -> Iterator[Measure]:
     spread = np.sqrt(even * (1 - share)) / even.clip(lower=1e-12)
     times = load["tokens"] / even.where(even > 0)
     z = float(ndtri(1 - FAMILY_WISE / (2 * max(len(load), 1))))
+    widest = float(z * spread.max())
     frame = pd.DataFrame({"value": times, "chance": 1.0, "beyond": (times - 1).abs() > z * spread})
     if len(order := clusters(view)):
         frame["cluster"] = order.reindex(frame.index)
@@ -60,7 +61,7 @@ def view_measures(view: View) -> Iterator[Measure]:
         frame.reset_index(),
         "× even share",
         f"Tokens per expert, as multiples of an even share. {RANDOM.capitalize()} stays within "
-        f"{number(1 - z * spread.max())} to {number(1 + z * spread.max())} in all {len(load):,} cells.",
+        f"{number(max(1 - widest, 0.0))} to {number(1 + widest)} in all {len(load):,} cells.",
         1.0,
         True,
         (0.25, 4.0),
