@@ -194,8 +194,10 @@ def unpack(layout: dict[str, Any], descriptor: int, device: str) -> Any:
 
 
 def place(value: Any, device: str) -> Any:
-    """Return nested tensors on the device."""
+    """Return nested tensors on the device; from a GPU to pinned memory, which is copied fastest."""
     if isinstance(value, Tensor):
+        if value.is_cuda and device == "cpu":
+            return torch.empty_like(value, device=device, pin_memory=True).copy_(value)
         return value.detach().to(device)
     if isinstance(value, dict):
         return {name: place(part, device) for name, part in value.items()}
