@@ -55,6 +55,7 @@ SIDEWAYS = {
 # Between subjects: importing module -> imported modules. A name ending in a dot covers the modules below it.
 BETWEEN_SUBJECTS = {
     "comparison.verb": ("weights.verb",),  # scans both checkpoints
+    "comparison.agreement": ("deployment.tokens",),  # reads the tokens of two traces
     "comparison.report": ("weights.report", "weights.figures_identification"),  # and shows what changed
     "compression.verb": ("comparison.tables",),  # distances within groups, in compare's tables and figures
     "compression.figures": ("comparison.figures",),

@@ -44,6 +44,7 @@ def write_trace(
             "phase": phase,
             "domain": "",
             "metric": "cv",
+            "value": 1.0,
             "n_experts": n_experts,
             "top_k": k,
         }

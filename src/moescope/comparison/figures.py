@@ -348,7 +348,81 @@ DRIFT = [
     MatrixFigure("router_cosines", ("geometry",), router_cosines, matrix="router"),
     FigureSpec("norm_ratios", ("geometry",), norm_ratios),
 ]
-FIGURES = [*EXPERT_DISTANCE, *DRIFT]
+
+
+# --- two traces
+
+
+def agreement_layers(tables: Tables) -> Figure:
+    """Share of experts and of whole sets that two traces agree on, per layer, beside random pairs."""
+    rows = tables["agreement"].sort_values("layer")
+    layers = rows["layer"].to_numpy()
+    data: list[Trace] = []
+    for index, (column, name) in enumerate((("overlap", "overlap"), ("equal_sets", "equal sets"))):
+        line: Trace = {
+            "type": "scatter",
+            "mode": "lines+markers",
+            "name": name,
+            "x": layers,
+            "y": rows[column].to_numpy(float),
+            "line": {**category_style(index), "width": 2},
+            "marker": {"size": 5},
+            "hovertemplate": f"layer %{{x}}<br>{name} %{{y:.2%}}<extra></extra>",
+        }
+        data += [line, grey_line(layers, rows[f"{column}_chance"].to_numpy(float), f"{name}, random tokens")]
+    data.append(grey_line(layers, np.ones(len(layers)), "identical: 1", "dot"))
+    return Figure(
+        "agreement_layers",
+        "Agreement of two traces per layer",
+        agreement_words(rows),
+        ("overlap", "equal_sets", "overlap_chance", "equal_sets_chance"),
+        data,
+        base_layout(
+            "layer", "share", xaxis=layer_axis(layers), yaxis={"tickformat": ".0%", "range": [0, 1.03]}
+        ),
+        height=380,
+    )
+
+
+def agreement_words(rows: pd.DataFrame) -> str:
+    """Where two traces agree least, with the chance level."""
+    least = rows.loc[rows["equal_sets"].idxmin()]
+    return (
+        f"Least in layer {int(least['layer'])}: {100 * least['equal_sets']:.1f} % of tokens have the same "
+        f"experts (random tokens: {100 * least['equal_sets_chance']:.1f} %); overlap "
+        f"{number(least['overlap'])} (random: {number(least['overlap_chance'])})."
+    )
+
+
+def agreement_divergence(tables: Tables) -> Figure:
+    """Share of tokens whose experts differ in a layer for the first time."""
+    rows = tables["agreement"].sort_values("layer")
+    never = 1 - float(rows["first_divergence"].sum())
+    bars: Trace = {
+        "type": "bar",
+        "name": "first difference",
+        "x": rows["layer"].to_numpy(),
+        "y": rows["first_divergence"].to_numpy(float),
+        "marker": {"color": CATEGORICAL[1]},
+        "hovertemplate": "layer %{x}<br>%{y:.2%} of tokens<extra></extra>",
+    }
+    alike = np.zeros(len(rows))
+    return Figure(
+        "agreement_divergence",
+        "First layer in which tokens diverge",
+        f"{100 * never:.1f} % of tokens have the same experts in all layers (identical traces: 100 %).",
+        ("first_divergence",),
+        [bars, grey_line(rows["layer"].to_numpy(), alike, "identical: 0", "dot")],
+        base_layout("layer", "share of tokens", xaxis=layer_axis(rows["layer"]), yaxis={"tickformat": ".1%"}),
+        height=380,
+    )
+
+
+AGREED = [
+    FigureSpec("agreement_layers", ("agreement",), agreement_layers),
+    FigureSpec("agreement_divergence", ("agreement",), agreement_divergence),
+]
+FIGURES = [*EXPERT_DISTANCE, *DRIFT, *AGREED]
 
 
 # --- two runs

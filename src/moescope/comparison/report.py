@@ -11,16 +11,18 @@ import numpy as np
 import pandas as pd
 
 from moescope.comparison.figures import (
+    AGREED,
     DRIFT,
     EXPERT_DISTANCE,
     LARGEST_CHANGES,
     PROJECTIONS,
     UNRELATED_L2,
+    agreement_words,
     largest_change,
     layer_range,
     unmatched,
 )
-from moescope.comparison.tables import TABLES
+from moescope.comparison.tables import AGREEMENT, TABLES
 from moescope.plotting.style import counted, number, span
 from moescope.reporting.joint import series_of_runs
 from moescope.reporting.pack import plain, plain_table, table_payload
@@ -68,7 +70,8 @@ def summary(run: Run) -> Summary:
             top = largest[0]
             name = f"Largest change: {top['table']}, {top['column']}"
             keys.append(KeyNumber(name, in_spreads(top), unit="× spread over rows", word=place_of(top)))
-        return Summary(coverage, change_findings(changes), keys)
+        agreed_keys, agreed = agreement_summary(run)
+        return Summary(coverage, agreed + change_findings(changes), agreed_keys + keys)
     coverage = [
         f"{role}: {Coverage(**{**item, 'experts_per_layer': tuple(item['experts_per_layer'])}).line()}"
         for role, item in zip("AB", run.info["coverage"], strict=True)
@@ -259,9 +262,13 @@ def sections(run: Run, selection: Selection) -> list[Section]:
             ]
         )
         if rows.empty:
-            return [table]
+            return [*agreement_sections(run), table]
         figures = [(LARGEST_CHANGES, {"changes": rows})]
-        return [Section("overview", "Changes", figures=figures, tab="overview"), table]
+        return [
+            *agreement_sections(run),
+            Section("overview", "Changes", figures=figures, tab="overview"),
+            table,
+        ]
     tables = {name: selection.rows(run.table(name)) for name in TABLES}
     parts = [chart_section(tables), drift_section(tables), *alignment_sections(run, selection)]
     return [section for section in parts if section.figures or section.tables]
@@ -435,6 +442,46 @@ def place_of(change: dict[str, Any]) -> str:
     """ "layer 3, matrix gate"."""
     words = [f"{key.replace('_', ' ')} {value}" for key, value in change["where"].items()]
     return ", ".join(words) or "the only row"
+
+
+def agreement_summary(run: Run) -> tuple[list[KeyNumber], list[str]]:
+    """Agreement of two traces token by token, where both hold tokens."""
+    if "agreement" not in run.tables:
+        return [], []
+    rows = run.table("agreement")
+    rows = rows[rows["tokens"] > 0]
+    if rows.empty:
+        return [], []
+    place = {"tab": "routing", "section": "agreement"}
+    mean, chance = float(rows["overlap"].mean()), float(rows["overlap_chance"].mean())
+    never = 1 - float(rows["first_divergence"].sum())
+    findings: list[str] = [
+        Finding(f"Agreement of experts: {agreement_words(rows)}", **place),
+        Finding(
+            f"Tokens with the same experts in all {counted(len(rows), 'layer')}: {100 * never:.1f} %.",
+            **place,
+        ),
+    ]
+    lost = rows.dropna(subset=["lost_gate"])
+    if len(lost):
+        text = (
+            f"Differences: the experts that changed had {number(lost['lost_gate'].mean())} of their token's "
+            f"gate weight (mean of a chosen expert: {number(lost['mean_gate'].mean())})."
+        )
+        findings.append(Finding(text, **place))
+    return [KeyNumber("Mean overlap of experts", mean, chance, most=1.0)], findings
+
+
+def agreement_sections(run: Run) -> list[Section]:
+    if "agreement" not in run.tables:
+        return []
+    rows = run.table("agreement")
+    table = AGREEMENT["agreement"]
+    columns = [name for name in table.columns if name != "layer_name" and rows[name].notna().any()]
+    text = "The same tokens in both traces, layer by layer. Chance: tokens of a layer paired at random."
+    figures = drawable(AGREED, {"agreement": rows[rows["tokens"] > 0]})
+    shown = [table_payload(table, rows, columns, "Every layer")]
+    return [Section("agreement", "Agreement token by token", text, figures, shown, tab="routing")]
 
 
 def change_section(changes: list[dict[str, Any]]) -> Section:

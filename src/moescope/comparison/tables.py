@@ -133,3 +133,71 @@ LAYERS = Table(
     ),
 )
 TABLES = define_tables(COLUMNS, PAIRS, LAYERS)
+
+AGREEMENT_COLUMNS: dict[str, Column] = {
+    "agreement.phase": Column("text", "The phase compared: decode where both traces have it, else prefill."),
+    "agreement.tokens": Column(
+        "int", "Tokens compared: the same document and position, up to the first token id that differs."
+    ),
+    "equal_sets": Column(
+        "float",
+        "Share of tokens for which both traces chose the same experts, in any order.",
+        worst="0",
+        chance="equal_sets_chance",
+        best="1",
+        title="equal sets",
+    ),
+    "equal_sets_chance": Column(
+        "float", "The same share when tokens of the layer are paired at random.", title="equal sets by chance"
+    ),
+    "overlap": Column(
+        "float",
+        "Mean share of a token's experts that both traces chose.",
+        "mean over tokens of |S ∩ S′|/k",
+        worst="0",
+        chance="overlap_chance",
+        best="1",
+    ),
+    "agreement.low": Column(
+        "float", "Lower end of the 95 % interval of overlap over documents; null under 20 documents."
+    ),
+    "agreement.high": Column("float", "Upper end of that interval."),
+    "overlap_chance": Column(
+        "float", "Overlap when tokens of the layer are paired at random.", title="overlap by chance"
+    ),
+    "top1": Column(
+        "float", "Share of tokens with the same first choice.", worst="0", best="1", title="top-1"
+    ),
+    "reordered": Column(
+        "float", "Share of tokens with the same experts in another order of gates.", worst="1", best="0"
+    ),
+    "first_divergence": Column(
+        "float",
+        "Share of tokens whose experts differ in this layer and in none before it.",
+        worst="1",
+        best="0",
+        title="first divergence",
+        misleads="After it a token's input differs, so later layers are not independent.",
+    ),
+    "lost_gate": Column(
+        "float",
+        "Mean share of the token's gate weight that experts had in A which B did not choose; null without "
+        "gates or without differences.",
+        chance="mean_gate",
+        title="gate of lost experts",
+        misleads="Far below mean_gate: close decisions flip. The margin to the next expert is not stored.",
+    ),
+    "mean_gate": Column("float", "Mean share of a chosen expert.", "1/k", title="mean gate"),
+}
+AGREEMENT = define_tables(
+    AGREEMENT_COLUMNS,
+    Table(
+        "agreement",
+        "Agreement of two traces of the same text, token by token (both with --save-tokens).",
+        ("layer",),
+        (
+            *("phase", "tokens", "equal_sets", "equal_sets_chance", "overlap", "low", "high"),
+            *("overlap_chance", "top1", "reordered", "first_divergence", "lost_gate", "mean_gate"),
+        ),
+    ),
+)

@@ -24,7 +24,7 @@ from moescope.comparison.report import (
     select,
     summary,
 )
-from moescope.comparison.tables import TABLES
+from moescope.comparison.tables import AGREEMENT, TABLES
 from moescope.engine import open_engine
 from moescope.errors import BadInput
 from moescope.families import MoeCheckpoint, read_moe
@@ -85,8 +85,9 @@ def compare(
 ) -> Run:
     """Compare two checkpoints of one architecture, expert by expert, or two runs of one verb, row by row.
 
-    Checkpoints: distances, singular vectors, router drift, change in alignment and ambiguity. The same
-    command resumes an interrupted comparison.
+    Checkpoints: distances, singular vectors, router drift, change in alignment and ambiguity. Two traces of
+    the same text with --save-tokens: also their agreement, token by token. The same command resumes an
+    interrupted comparison.
 
     Parameters
     ----------
@@ -346,8 +347,18 @@ def compare_runs(a: str | Path | Run, b: str | Path | Run, given: dict[str, Any]
                 f"{paths} have no row in common: other layers, matrices or domains; give runs of the same "
                 "things"
             )
-        writer.save_info(changes=changes, warnings=missing_rows(runs, changes))
-        return writer.finish({})
+        frames, warnings = {}, missing_rows(runs, changes)
+        if verbs[0] == "trace" and all("tokens" in run.tables for run in runs):
+            from moescope.comparison.agreement import agreement_table
+
+            with writer.timed("agreement"):
+                try:
+                    frames["agreement"], more = agreement_table(runs, given["seed"])
+                except BadInput as error:
+                    more = [f"agreement token by token is skipped: {error}"]
+            warnings += more
+        writer.save_info(changes=changes, warnings=warnings)
+        return writer.finish(frames)
 
 
 def missing_rows(runs: list[Run], changes: list[dict[str, Any]]) -> list[str]:
@@ -443,7 +454,7 @@ def layer_shape(layer: LayerWeights) -> dict[str, Any]:
 VERB = Verb(
     "compare",
     compare,
-    tables=TABLES,
+    tables=TABLES | AGREEMENT,
     figures=[*FIGURES, *ALIGNMENT_FIGURES],
     summary=summary,
     sections=sections,

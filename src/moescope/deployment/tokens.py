@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -97,63 +98,100 @@ def hottest_first(counts_E: Array | Integers) -> Integers:
 # --- reading
 
 
-def read_tokens(run: Run, phase: str | None) -> TokenTrace:
-    """Read the tokens table of a trace: its last step, decode where the trace has it unless told otherwise.
+class TokenReader:
+    """Reads the tokens table of a trace, row group by row group: of its last step, and one phase.
 
-    Row group by row group: a table of a million tokens and 48 layers takes its experts' size in memory.
+    A table of a million tokens and 48 layers takes its experts' size in memory. Phase None: decode where the
+    trace has it.
     """
-    import pyarrow.compute as pc
-    import pyarrow.parquet as pq
 
-    if run.verb.name != "trace" or "tokens" not in run.tables:
-        raise BadInput(
-            f"{run.path}: holds no tokens table; give a run of moescope trace with --save-tokens in it"
-        )
-    path = run.files("tokens")[0]
-    try:
-        table = pq.ParquetFile(path)
-        kinds = set()
-        for part in row_groups(table, ["step", "phase"]):
-            pairs = part.group_by(["step", "phase"]).aggregate([])
-            kinds |= set(zip(pairs["step"].to_pylist(), pairs["phase"].to_pylist(), strict=True))
+    def __init__(self, run: Run, phase: str | None) -> None:
+        import pyarrow.parquet as pq
+
+        if run.verb.name != "trace" or "tokens" not in run.tables:
+            raise BadInput(
+                f"{run.path}: holds no tokens table; give a run of moescope trace with --save-tokens in it"
+            )
+        self.run, self.path = run, run.files("tokens")[0]
+        with self.named_errors():
+            self.table = pq.ParquetFile(self.path)
+            kinds = set()
+            for part in row_groups(self.table, ["step", "phase"]):
+                pairs = part.group_by(["step", "phase"]).aggregate([])
+                kinds |= set(zip(pairs["step"].to_pylist(), pairs["phase"].to_pylist(), strict=True))
         if not kinds:
-            raise BadInput(f"{path}: no token in it; trace a longer text")
-        step = max(number for number, _ in kinds)
-        phases = {name for number, name in kinds if number == step}
-        if phase is None:
-            phase = "decode" if "decode" in phases else "prefill"
-        if phase not in phases:
-            raise BadInput(f"{run.path}: no tokens of {phase} in it; leave --phase out")
+            raise BadInput(f"{self.path}: no token in it; trace a longer text")
+        self.step = max(number for number, _ in kinds)
+        phases = {name for number, name in kinds if number == self.step}
+        self.phase = phase or ("decode" if "decode" in phases else "prefill")
+        if self.phase not in phases:
+            raise BadInput(f"{run.path}: no tokens of {self.phase} in it; leave --phase out")
+        with self.named_errors():
+            self.read_keys()
 
-        def selected(columns: list[str]) -> Iterator[pa.Table]:
-            for part in row_groups(table, ["step", "phase", *columns]):
-                yield part.filter(pc.and_(pc.equal(part["step"], step), pc.equal(part["phase"], phase)))
+    @contextmanager
+    def named_errors(self) -> Iterator[None]:
+        try:
+            yield
+        except (OSError, ValueError, KeyError, TypeError) as error:  # pyarrow raises these
+            why = (str(error).splitlines() or [type(error).__name__])[0]
+            raise BadInput(
+                f"{self.path}: cannot be read ({why}); repeat its trace with --overwrite"
+            ) from None
 
-        keys_T, width = np.zeros(0, dtype=np.int64), 1
+    def selected(self, columns: list[str]) -> Iterator[pa.Table]:
+        import pyarrow.compute as pc
+
+        for part in row_groups(self.table, ["step", "phase", *columns]):
+            same = pc.and_(pc.equal(part["step"], self.step), pc.equal(part["phase"], self.phase))
+            yield part.filter(same)
+
+    def read_keys(self) -> None:
+        """Find tokens, layers, domains and the largest number of experts per token."""
+        import pyarrow.compute as pc
+
+        self.keys_T, self.width = np.zeros(0, dtype=np.int64), 1
         layers: dict[int, str] = {}
-        domains: dict[int, str] = {}
-        for part in selected(["document", "position", "layer", "layer_name", "domain", "experts"]):
-            keys_T = np.union1d(keys_T, token_keys(part))
-            named = part.group_by(["layer", "layer_name"]).aggregate([])
-            layers |= dict(zip(named["layer"].to_pylist(), named["layer_name"].to_pylist(), strict=True))
-            named = part.group_by(["document", "domain"]).aggregate([])
-            domains |= dict(zip(named["document"].to_pylist(), named["domain"].to_pylist(), strict=True))
-            width = max(width, pc.max(pc.list_value_length(part["experts"])).as_py() or 1)
-        layers = dict(sorted(layers.items()))
-        chosen_LTK = np.full((len(layers), len(keys_T), width), -1, dtype=np.int16)
-        numbers = np.array(list(layers))
-        for part in selected(["document", "position", "layer", "experts"]):
-            rows = np.searchsorted(numbers, part["layer"].to_numpy())
-            columns = np.searchsorted(keys_T, token_keys(part))
-            chosen_LTK[rows, columns] = padded_lists(part["experts"], width)
-    except (OSError, ValueError, KeyError, TypeError) as error:  # pyarrow's errors are ValueErrors or these
-        why = (str(error).splitlines() or [type(error).__name__])[0]
-        raise BadInput(f"{path}: cannot be read ({why}); repeat its trace with --overwrite") from None
-    documents, document_T = np.unique(keys_T >> 32, return_inverse=True)
-    experts = experts_of(run, list(layers), path, chosen_LTK)
-    domain_D = [domains[int(number)] or "" for number in documents]
-    names = [name or f"layer {number}" for number, name in layers.items()]
-    return TokenTrace(list(layers), names, experts, chosen_LTK, document_T, domain_D, phase, step)
+        self.domains: dict[int, str] = {}
+        for part in self.selected(["document", "position", "layer", "layer_name", "domain", "experts"]):
+            self.keys_T = np.union1d(self.keys_T, token_keys(part))
+            for found, names in ((layers, ("layer", "layer_name")), (self.domains, ("document", "domain"))):
+                pairs = part.group_by(list(names)).aggregate([])
+                found |= dict(zip(*(pairs[name].to_pylist() for name in names), strict=True))
+            self.width = max(self.width, pc.max(pc.list_value_length(part["experts"])).as_py() or 1)
+        self.layers = dict(sorted(layers.items()))
+
+    def lists(self, column: str, filler: float, dtype: Any) -> NDArray[Any]:
+        """Return a column of lists as [layers, tokens, slots]."""
+        found_LTK = np.full((len(self.layers), len(self.keys_T), self.width), filler, dtype=dtype)
+        numbers = np.array(list(self.layers))
+        with self.named_errors():
+            for part in self.selected(["document", "position", "layer", column]):
+                rows = np.searchsorted(numbers, part["layer"].to_numpy())
+                tokens = np.searchsorted(self.keys_T, token_keys(part))
+                found_LTK[rows, tokens] = padded_lists(part[column], self.width, filler, dtype)
+        return found_LTK
+
+    def token_ids(self) -> Integers:
+        """Return the id of every token, -1 where unknown."""
+        ids_T = np.full(len(self.keys_T), -1, dtype=np.int64)
+        with self.named_errors():
+            for part in self.selected(["document", "position", "token_id"]):
+                tokens = np.searchsorted(self.keys_T, token_keys(part))
+                ids_T[tokens] = part["token_id"].fill_null(-1).to_numpy()
+        return ids_T
+
+
+def read_tokens(run: Run, phase: str | None) -> TokenTrace:
+    """Read the experts of every token of a trace."""
+    reader = TokenReader(run, phase)
+    chosen_LTK = reader.lists("experts", -1, np.int16)
+    documents, document_T = np.unique(reader.keys_T >> 32, return_inverse=True)
+    layers = list(reader.layers)
+    experts = experts_of(run, layers, reader.path, chosen_LTK)
+    domain_D = [reader.domains[int(number)] or "" for number in documents]
+    names = [name or f"layer {number}" for number, name in reader.layers.items()]
+    return TokenTrace(layers, names, experts, chosen_LTK, document_T, domain_D, reader.phase, reader.step)
 
 
 def row_groups(table: Any, columns: list[str]) -> Iterator[pa.Table]:
@@ -171,15 +209,15 @@ def token_keys(part: pa.Table) -> Integers:
     return (document << 32) | position
 
 
-def padded_lists(lists: Any, width: int) -> NDArray[np.int16]:
-    """Return lists of experts as rows of equal width, filled with -1."""
+def padded_lists(lists: Any, width: int, filler: float, dtype: Any) -> NDArray[Any]:
+    """Return lists of numbers as rows of equal width."""
     import pyarrow.compute as pc
 
     lengths = pc.fill_null(pc.list_value_length(lists), 0).to_numpy()
-    values = pc.list_flatten(lists).to_numpy().astype(np.int16)
+    values = pc.list_flatten(lists).to_numpy().astype(dtype)
     if (lengths == width).all():
         return values.reshape(-1, width)
-    rows = np.full((len(lengths), width), -1, dtype=np.int16)
+    rows = np.full((len(lengths), width), filler, dtype=dtype)
     rows[np.arange(width) < lengths[:, None]] = values
     return rows
 

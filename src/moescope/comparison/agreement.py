@@ -1,0 +1,145 @@
+"""Agreement of two traces, token by token: engines, precisions or checkpoints that read the same text."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from moescope.deployment.tokens import TokenReader
+from moescope.errors import BadInput
+from moescope.run import Run
+from moescope.statistics import BUCKETS, clip_share, jackknife_interval
+from moescope.types import Array, Integers
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+AT_ONCE = 16384  # tokens
+
+
+def agreement_table(runs: list[Run], seed: int) -> tuple[pd.DataFrame, list[str]]:
+    """Return one row per layer that both traces have, and warnings.
+
+    Documents are matched by number, tokens by position, up to the first token id that differs.
+    """
+    import pandas as pd
+
+    readers = common_phase(runs)
+    keys = readers[0].keys_T, readers[1].keys_T
+    both, at_a, at_b = np.intersect1d(keys[0], keys[1], return_indices=True)
+    ids = [reader.token_ids()[at] for reader, at in zip(readers, (at_a, at_b), strict=True)]
+    prefix_T = common_prefix(both >> 32, (ids[0] != ids[1]) & (ids[0] >= 0) & (ids[1] >= 0))
+    warnings = []
+    total = max(len(reader.keys_T) for reader in readers)
+    if prefix_T.sum() < total:
+        warnings.append(
+            f"agreement: {int(prefix_T.sum()):,} of {total:,} tokens are in common prefixes of documents"
+        )
+    layers = [layer for layer in readers[0].layers if layer in readers[1].layers]
+    if not prefix_T.any() or not layers:
+        raise BadInput(
+            f"{runs[0].path} and {runs[1].path} have no token of the same document, position and layer in "
+            "common; trace the same text"
+        )
+    choices = []
+    for reader, at in zip(readers, (at_a, at_b), strict=True):
+        rows = [list(reader.layers).index(layer) for layer in layers]
+        choices.append(reader.lists("experts", -1, np.int16)[rows][:, at[prefix_T]])
+    width = max(part.shape[2] for part in choices)
+    choices = [
+        np.pad(part, ((0, 0), (0, 0), (0, width - part.shape[2])), constant_values=-1) for part in choices
+    ]
+    gates_LTK = readers[0].lists("gates", np.nan, np.float32)
+    gates = gates_LTK[[list(readers[0].layers).index(layer) for layer in layers]][:, at_a[prefix_T]]
+    gates = np.pad(gates, ((0, 0), (0, 0), (0, width - gates.shape[2])), constant_values=np.nan)
+    document_T = np.unique(both[prefix_T] >> 32, return_inverse=True)[1]
+    generator = np.random.default_rng(seed)
+    diverged_T = np.zeros(len(document_T), dtype=bool)
+    found = []
+    for index, layer in enumerate(layers):
+        parts = choices[0][index], choices[1][index], gates[index]
+        row, different_T = layer_row(*parts, document_T, generator)
+        row["first_divergence"] = float((different_T & ~diverged_T).mean())
+        diverged_T |= different_T
+        name = readers[0].layers[layer] or f"layer {layer}"
+        found.append({"layer": layer, "layer_name": name, "phase": readers[0].phase, **row})
+    return pd.DataFrame(found), warnings
+
+
+def common_phase(runs: list[Run]) -> list[TokenReader]:
+    """Open both traces in a phase that both have, decode first."""
+    for phase in ("decode", "prefill"):
+        try:
+            return [TokenReader(run, phase) for run in runs]
+        except BadInput as error:
+            if "no tokens of" not in str(error):
+                raise
+    raise BadInput(f"{runs[0].path} and {runs[1].path} have no phase in common; trace the same phase")
+
+
+def common_prefix(document_T: Integers, differs_T: NDArray[np.bool_]) -> NDArray[np.bool_]:
+    """Return which tokens come before the first one of their document that differs."""
+    seen_T = np.cumsum(differs_T)
+    first = np.flatnonzero(np.diff(document_T, prepend=-1))
+    before: Integers = (seen_T - differs_T)[first]
+    return seen_T == np.repeat(before, np.diff(np.append(first, len(document_T))))
+
+
+def layer_row(
+    chosen_TK: NDArray[np.integer],
+    other_TK: NDArray[np.integer],
+    gates_TK: Array,
+    document_T: Integers,
+    generator: np.random.Generator,
+) -> tuple[dict[str, Any], NDArray[np.bool_]]:
+    """Compare one layer's choices; also return which tokens have different sets of experts."""
+    there_T: NDArray[np.bool_] = np.logical_and((chosen_TK >= 0).any(1), (other_TK >= 0).any(1))
+    shared_T, lost_TK = overlap(chosen_TK, other_TK)
+    size_T, other_size_T = (chosen_TK >= 0).sum(1), (other_TK >= 0).sum(1)
+    equal_T = there_T & (shared_T == size_T) & (shared_T == other_size_T)
+    mean_size_T = (size_T + other_size_T) / 2
+    tokens = int(there_T.sum())
+    if not tokens:
+        return {"tokens": 0}, np.zeros(len(there_T), dtype=bool)
+    group_T = document_T % BUCKETS
+    weights = (there_T, there_T * shared_T / np.maximum(mean_size_T, 1))
+    parts: Array = np.stack([np.bincount(group_T, weight) for weight in weights], axis=1).astype(float)
+    documents = len(np.unique(document_T[there_T]))
+    interval = clip_share(jackknife_interval(parts, lambda part: part[..., 1] / part[..., 0], documents))
+    paired = np.flatnonzero(there_T)
+    shuffled_TK = other_TK[generator.permutation(paired)]
+    by_chance_T, _ = overlap(chosen_TK[paired], shuffled_TK)
+    chance_size_T = (size_T[paired] + (shuffled_TK >= 0).sum(1)) / 2
+    same_set_T = (by_chance_T == size_T[paired]) & (by_chance_T == (shuffled_TK >= 0).sum(1))
+    known_T = np.isfinite(gates_TK).any(1)
+    total_T = np.where(known_T, np.nansum(gates_TK, axis=1), np.nan)
+    share_TK = gates_TK / total_T[:, None]
+    lost = share_TK[lost_TK & there_T[:, None]]
+    same_order_T = (chosen_TK == other_TK).all(1)
+    return {
+        "tokens": tokens,
+        "equal_sets": float(equal_T[there_T].mean()),
+        "equal_sets_chance": float(same_set_T.mean()),
+        "overlap": float(parts[:, 1].sum() / tokens),
+        "low": interval.low,
+        "high": interval.high,
+        "overlap_chance": float((by_chance_T / chance_size_T).mean()),
+        "top1": float((chosen_TK[there_T, 0] == other_TK[there_T, 0]).mean()),
+        "reordered": float((equal_T & ~same_order_T)[there_T].mean()),
+        "lost_gate": float(lost.mean()) if len(lost) and np.isfinite(lost).all() else np.nan,
+        "mean_gate": float(1 / size_T[there_T].mean()),
+    }, there_T & ~equal_T
+
+
+def overlap(
+    chosen_TK: NDArray[np.integer], other_TK: NDArray[np.integer]
+) -> tuple[Integers, NDArray[np.bool_]]:
+    """Return the experts that both choices of a token hold, and which of the first are not in the second."""
+    found_TK = np.zeros(chosen_TK.shape, dtype=bool)
+    for begin in range(0, len(chosen_TK), AT_ONCE):
+        part = slice(begin, begin + AT_ONCE)
+        found_TK[part] = (chosen_TK[part, :, None] == other_TK[part, None, :]).any(2)
+    found_TK &= chosen_TK >= 0
+    return found_TK.sum(1), ~found_TK & (chosen_TK >= 0)
