@@ -193,7 +193,7 @@ def read_by_layer(
             contexts.enter_context(context)
         model = kind(config)
     model.eval()
-    restore_buffers(model)
+    restore_buffers(model, device)
     runner = runner_of(model)
     layers = stacked_layers(name, model, runner)
     mapping: list[Any] = get_model_conversion_mapping(model)
@@ -209,15 +209,20 @@ def read_by_layer(
     return LayerWeights(name, model, runner, counted, dtype, device, layers, names, absent, loading)
 
 
-def restore_buffers(model: Any) -> None:
-    """Compute the buffers that no checkpoint holds, such as rotary frequencies, on the CPU.
+def restore_buffers(model: Any, device: str) -> None:
+    """Compute the buffers that no checkpoint holds, such as rotary frequencies, and put them on the device.
 
     transformers computes them when it initialises weights; what is marked as initialised stays as it is.
+    It does so on the CPU for resident models too, so that both have the same values.
     """
     for tensor in (*model.parameters(), *model.buffers()):
         tensor._is_hf_initialized = True
     model._move_missing_keys_from_meta_to_device(set(), {"": "cpu"}, None, None)
     model.initialize_weights()
+    for module in model.modules():
+        for name in module._non_persistent_buffers_set:
+            if module._buffers[name] is not None:
+                module._buffers[name] = module._buffers[name].to(device)
 
 
 def stacked_layers(name: str, model: nn.Module, runner: nn.Module) -> list[Layer]:

@@ -33,7 +33,7 @@ from moescope.execution.models import (
     quiet_transformers,
     with_tokenizer,
 )
-from moescope.execution.ways import LAYERS_HELD, Execution, Expected, read_seconds, size
+from moescope.execution.ways import LAYERS_HELD, Execution, Expected, free_on_devices, read_seconds, size
 from moescope.processor import avoid_broken_amx
 from moescope.storage import check_disk
 from moescope.types import Integers
@@ -64,21 +64,26 @@ class StreamedModel(TracedModel):
         """Return what a run over so many tokens, padding included, takes; raise if layers are too large."""
         weights, limit = self.weights, self.execution.limit
         largest = max(weights.bytes_of(number) for number in range(len(weights.layers)))
-        outer, on_host = weights.bytes_of("outer"), not self.device.startswith("cuda")
-        least = (LAYERS_HELD if on_host else LAYERS_HELD - 1) * largest + (outer if on_host else 0)
-        least = max(least, weights.bytes_of("head") + largest)
-        if least > limit:
-            raise BadInput(
-                f"{self.name}: a streamed run needs at least {size(least)} of memory (layers of "
-                f"{size(largest)}), {size(limit)} are allowed; give --memory {least // 10**6 + 1}MB or more"
-            )
+        outer, devices = weights.bytes_of("outer"), free_on_devices(self.device)
+        least, on_device = LAYERS_HELD * largest + outer, 0
+        if devices:  # layers are joined on the host and copied
+            least, on_device = (LAYERS_HELD - 1) * largest, 2 * largest + outer
+        for needed, allowed, where, remedy in (
+            (least, limit, "memory", f"give --memory {least // 10**6 + 1}MB or more"),
+            (on_device, min(devices[:1], default=0), "GPU memory", "use --device cpu"),
+        ):
+            if needed > allowed:
+                raise BadInput(
+                    f"{self.name}: a streamed run needs at least {size(needed)} of {where} (layers of "
+                    f"{size(largest)}), {size(allowed)} are there to use; {remedy}"
+                )
         states = tokens * int(self.config.get_text_config().hidden_size) * weights.dtype.itemsize
         seconds = max(read_seconds(weights.checkpoint), self.compute_seconds(tokens))
         if least + states <= limit or self.execution.folder is None:
             note = "an interrupted run starts again, since hidden states stay in memory"
-            return Expected(self.name, "streamed", least + states, 0, seconds, note)
+            return Expected(self.name, "streamed", least + states, 0, on_device, seconds, note)
         note = "an interrupted run resumes at the layer that it had reached"
-        return Expected(self.name, "streamed", least, 2 * states, seconds, note)
+        return Expected(self.name, "streamed", least, 2 * states, on_device, seconds, note)
 
     def open_states(self, ids: list[Integers], collected: list[str]) -> MemoryStates | FileStates:
         """Say what the run is expected to take, and return where its hidden states are stored."""

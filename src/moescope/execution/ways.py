@@ -35,11 +35,13 @@ class Expected:
     way: str
     memory_bytes: int | None
     disk_bytes: int = 0
+    device_bytes: int = 0  # of a GPU, where memory_bytes are of the host
     seconds: float | None = None
     note: str = ""
 
     def line(self) -> str:
         parts = [f"memory {size(self.memory_bytes)}" if self.memory_bytes else "memory unknown"]
+        parts += [f"GPU memory {size(self.device_bytes)}"] if self.device_bytes else []
         parts += [f"disk {size(self.disk_bytes)}"] if self.disk_bytes else []
         parts += [f"time about {duration(self.seconds)}"] if self.seconds is not None else []
         note = f"; {self.note}" if self.note else ""
