@@ -97,6 +97,8 @@ def test_all_tables_of_a_streamed_trace_are_those_of_a_resident_one(place, tmp_p
     for name in runs[0].tables:
         assert runs[0].table(name).equals(runs[1].table(name)), name
     assert [run.info["execution"][0]["way"] for run in runs] == ["resident", "streamed"]
+    size = open_checkpoint(place / "mixtral").bytes()
+    assert 0.8 * size < runs[1].info["execution"][0]["bytes_read"] <= 1.02 * size
 
 
 @pytest.mark.parametrize("batch_size", [1, 100])

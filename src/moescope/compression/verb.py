@@ -192,6 +192,7 @@ def compress(
             folder / STREAMED,
             quiet,
             lambda expected: writer.save_info(execution=expected),
+            announced=list(writer.info.get("execution", ())),
         )
         reader = CalibrationText(str(model), texts, place, judge, reading, how) if with_text else None
         return carry_out(writer, work, reader, place, quiet)

@@ -165,6 +165,7 @@ def run_streamed(
                 ran = [block for block in capture.blocks if block.name in names]
                 states.commit(part_record(ran, collectors))
     states.remove()
+    traced.execution.record(traced.name, bytes_read=traced.weights.bytes_read)
     return n_tokens
 
 

@@ -15,7 +15,6 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from importlib.metadata import version
 from typing import Any, ClassVar
 
 import torch
@@ -35,6 +34,7 @@ from moescope.execution.models import (
 )
 from moescope.execution.ways import LAYERS_HELD, Execution, Expected, free_on_devices, read_seconds, size
 from moescope.processor import avoid_broken_amx
+from moescope.run import versions
 from moescope.storage import check_disk
 from moescope.types import Integers
 
@@ -93,8 +93,7 @@ class StreamedModel(TracedModel):
         if not expected.disk_bytes or folder is None:
             return MemoryStates()
         checkpoint = self.weights.checkpoint
-        facts = [checkpoint.header_hash(), str(self.weights.dtype), self.device, *collected]
-        facts += [version(package) for package in ("torch", "transformers", "moescope")]
+        facts = [checkpoint.header_hash(), str(self.weights.dtype), self.device, versions(), *collected]
         digest = hashlib.sha256(json.dumps(facts).encode())
         for part in ids:
             digest.update(str(part.shape).encode() + part.tobytes())

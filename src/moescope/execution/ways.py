@@ -73,6 +73,12 @@ class Execution:
             print(expected.line(), file=sys.stderr)
         self.save(self.announced)
 
+    def record(self, model: str, **facts: Any) -> None:
+        """Add to run.json what a run of the model has taken."""
+        for entry in self.announced:
+            entry |= facts if entry["model"] == model else {}
+        self.save(self.announced)
+
 
 def parse_size(option: str, value: str | int | None) -> int | None:
     """Return the bytes of "8GB", "500MB" or "1.5TiB"; None for None."""

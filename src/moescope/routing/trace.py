@@ -183,6 +183,7 @@ def trace(
             folder / STREAMED,
             quiet,
             lambda expected: writer.save_info(execution=expected),
+            announced=list(writer.info.get("execution", ())),
         )
         done_tasks = writer.done_tasks()
         total = max_tokens and max_tokens * len(steps) * len(phases)
