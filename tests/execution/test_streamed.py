@@ -369,3 +369,15 @@ def test_the_time_left_is_known_without_a_limit_of_tokens(place, tmp_path, monke
     lines = capsys.readouterr().err.splitlines()
     assert any(f"of {tokens:,} tokens" in line and line.endswith("left") for line in lines)
     assert any(line.startswith("execution streamed: expected memory") for line in lines)
+
+
+def test_a_model_of_the_lab_runs_resident_and_says_so(tmp_path):
+    shipped = Path(moescope.__file__).parent / "demo" / "shipped" / "model"
+    ids = tmp_path / "ids.jsonl"
+    ids.write_text("".join(f"{[number, *range(5, 25)]}\n" for number in range(30)))
+    options = {"token_ids": ids, "device": "cpu", "quiet": True}
+    run = moescope.trace(shipped, out=tmp_path / "run", **options)
+    assert run.info["execution"][0]["way"] == "resident"
+    assert run.info["execution"][0]["memory_bytes"] >= open_checkpoint(shipped).bytes()
+    with pytest.raises(BadInput, match="run resident"):
+        moescope.trace(shipped, out=tmp_path / "other", execution="streamed", **options)

@@ -212,6 +212,7 @@ def load_any_model(
     if is_own_layout(name) if prefer_transformers else is_lab_checkpoint(name):
         if how.way not in ("auto", "resident"):
             raise BadInput(f"{name}: models of the lab run resident; omit --execution {how.way}")
+        how.announce(expect_whole(name, "resident", checked_checkpoint(name), dtype, device))
         return load_traced(name, dtype, device)
     if execution is None:
         return load_transformers_model(name, dtype, device, trust_remote_code)

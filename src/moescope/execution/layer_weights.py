@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import inspect
 import threading
 from collections.abc import Iterator
@@ -19,6 +20,7 @@ from moescope.errors import BadInput
 from moescope.execution.adapters import Block, find_blocks
 from moescope.execution.models import DEFECT, HALF, cause, runner_of
 
+M_MMAP_THRESHOLD = -3  # of malloc.h
 FLOATS = (*HALF, torch.float32, torch.float64)
 
 
@@ -177,6 +179,16 @@ class LayerWeights:
         return f"{self.name}: a weight of layer {part}"
 
 
+def return_freed_memory() -> None:
+    """Let this process give freed tensors back to the system at once.
+
+    By default glibc keeps blocks of up to 32 MB, such as single experts, and a run held twice its layers.
+    """
+    set_option = getattr(ctypes.CDLL(None), "mallopt", None)  # glibc only
+    if set_option is not None:
+        set_option(M_MMAP_THRESHOLD, 2**20)
+
+
 def output_embeddings(model: Any) -> nn.Module | None:
     return model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
 
@@ -193,6 +205,7 @@ def read_by_layer(
             contexts.enter_context(context)
         model = kind(config)
     model.eval()
+    return_freed_memory()
     restore_buffers(model, device)
     runner = runner_of(model)
     layers = stacked_layers(name, model, runner)
