@@ -63,11 +63,17 @@ def plain_seconds(sequence: list[int], slots: int) -> float:
     return (time.process_time() - start) / len(sequence)
 
 
+def used_seconds() -> float:
+    """CPU time of this process and of those that it waited for."""
+    times = (resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
+    return sum(one.ru_utime + one.ru_stime for one in times)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    for name, default in (("tokens", 1_000_000), ("layers", 48), ("experts", 128), ("k", 8)):
+    for name, default in (("tokens", 1_000_000), ("layers", 48), ("experts", 128), ("k", 8), ("jobs", 2)):
         parser.add_argument(f"--{name}", type=int, default=default)
     given = parser.parse_args()
     trace = made_trace(given.tokens, given.layers, given.experts, given.k)
@@ -78,21 +84,25 @@ def main() -> None:
         pass
 
     tables = {
-        "residency": lambda: residency_table(trace, slots, splits, None, None, False, silent),
-        "prefetch": lambda: prefetch_table(trace, splits, silent),
-        "placement": lambda: placement_table(trace, splits, Cluster(8, 1, 16, 256), 0, silent),
+        "residency": lambda: residency_table(trace, slots, splits, None, None, False, silent, given.jobs),
+        "prefetch": lambda: prefetch_table(trace, splits, silent, given.jobs),
+        "placement": lambda: placement_table(trace, splits, Cluster(8, 1, 16, 256), 0, silent, given.jobs),
         "coverage": lambda: coverage_tables(trace, 64, 0, silent),
     }
-    seconds = {}
+    seconds, wall = {}, {}
     for name, make in tables.items():
-        start = time.process_time()
+        start, begun = used_seconds(), time.perf_counter()
         make()
-        seconds[name] = time.process_time() - start
-        print(f"{name:10} {seconds[name]:8.1f} s", flush=True)
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
+        seconds[name], wall[name] = used_seconds() - start, time.perf_counter() - begun
+        print(f"{name:10} {wall[name]:8.1f} s, {seconds[name]:.1f} s of CPU time", flush=True)
+    own, children = (
+        resource.getrusage(who).ru_maxrss / 2**20 for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)
+    )
+    peak = own + (children * given.jobs if given.jobs > 1 else 0)
     choices = given.tokens * given.layers * given.k
     plain = plain_seconds(trace.chosen_LTK[0].reshape(-1)[:PLAIN_CHOICES].tolist(), 32) * len(slots)
-    print(f"{'all':10} {sum(seconds.values()):8.1f} s, peak {peak:.2f} GB")
+    total = f"{sum(wall.values()):8.1f} s, {sum(seconds.values()):.1f} s of CPU time"
+    print(f"{'all':10} {total}, at most {peak:.2f} GB")
     print(
         f"caches: {seconds['residency'] / choices * 1e9:.0f} ns per choice for {len(slots)} sizes and six "
         f"policies; LRU, LFU and Belady in plain Python {plain * 1e9:.0f} ns, "

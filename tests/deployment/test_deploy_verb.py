@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 
 import numpy as np
+import pandas as pd
 import pytest
 from typer.testing import CliRunner
 
@@ -86,6 +87,14 @@ def test_bad_options_are_one_line_and_write_nothing(trace, tmp_path, options, wo
     with pytest.raises(BadInput, match=words):
         moescope.deploy(trace.path, out=tmp_path / "run", quiet=True, **options)
     assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.slow
+def test_several_processes_give_the_same_tables(trace, tmp_path):
+    one, two = (moescope.deploy(trace, jobs=jobs, out=tmp_path / str(jobs), quiet=True) for jobs in (1, 2))
+    assert one.tables == two.tables
+    for name in one.tables:
+        pd.testing.assert_frame_equal(one.table(name), two.table(name))
 
 
 def test_a_run_without_tokens_is_rejected(trace, tmp_path):

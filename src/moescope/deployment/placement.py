@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from moescope.deployment.prefetch import count_pairs
-from moescope.deployment.tokens import Split, TokenTrace, usage
+from moescope.deployment.tokens import Split, TokenTrace, map_parts, usage
 from moescope.errors import BadInput
 from moescope.statistics import clip_share, jackknife_interval
 from moescope.types import Array, Integers
@@ -185,39 +186,48 @@ def counts_by(chosen_TK: NDArray[np.integer], part_T: Integers, parts: int, n: i
 
 
 def placement_table(
-    trace: TokenTrace, splits: list[Split], cluster: Cluster, seed: int, advance: Callable[[int], None]
+    trace: TokenTrace,
+    splits: list[Split],
+    cluster: Cluster,
+    seed: int,
+    advance: Callable[[int], None],
+    jobs: int = 1,
 ) -> pd.DataFrame:
     """Return one row per method and layer; layer null: all layers together."""
     import pandas as pd
 
-    rows: list[dict[str, Any]] = []
-    for at, layer in enumerate(trace.layers):
-        n, chosen_TK = trace.n_experts[at], trace.chosen_LTK[at]
-        found: dict[str, list[Measured]] = {name: [] for name in METHODS}
-        for split in splits:
-            used_T = split.test_T & (chosen_TK >= 0).any(1)
-            tested_TK = chosen_TK[used_T]
-            if not len(tested_TK):
-                continue
-            batch_T = np.arange(len(tested_TK)) // cluster.batch_tokens
-            batches = max(len(tested_TK) // cluster.batch_tokens, 1)  # an incomplete one only if it is alone
-            whole_T = batch_T < batches
-            counts_GE = counts_by(tested_TK, trace.group_T[used_T], trace.n_groups, n)
-            counts_BE = counts_by(tested_TK[whole_T], batch_T[whole_T], batches, n)
-            sample_TK = tested_TK[:: -(-len(tested_TK) // TRAFFIC_TOKENS)].astype(np.int64)
-            for name, place in all_places(chosen_TK[split.learn_T], n, cluster, seed):
-                found[name].append(measure(place, n, cluster, counts_GE, counts_BE, sample_TK))
-        layer_rows = [layer_row(name, parts, trace) for name, parts in found.items() if parts]
-        random = next((row for row in layer_rows if row["method"] == "random"), {})
-        chance = {f"{key}_chance": random[key] for key in CHANCE if random}
-        least = -(-trace.k // ((n + cluster.redundant) // cluster.devices)) * (1 - 1 / cluster.devices)
-        facts = {"layer": layer, "layer_name": trace.layer_names[at], "cross_device_least": least}
-        rows += [{**row, **facts, **chance} for row in layer_rows]
-        advance(1)
+    parts = [trace.part(at, at + 1) for at in range(len(trace.layers))]
+    work = partial(layer_rows, splits=splits, cluster=cluster, seed=seed)
+    rows = [row for layer in map_parts(work, parts, jobs, advance) for row in layer]
     rows += [of_all(name, [row for row in rows if row["method"] == name]) for name in METHODS]
     frame = pd.DataFrame(rows).drop(columns=["mean_load", "max_load"])
     values = {"devices": cluster.devices, "nodes": cluster.nodes, "redundant": cluster.redundant}
     return frame.assign(**values, batch_tokens=cluster.batch_tokens)
+
+
+def layer_rows(trace: TokenTrace, splits: list[Split], cluster: Cluster, seed: int) -> list[dict[str, Any]]:
+    """Return one row per method, of the trace's only layer."""
+    n, chosen_TK = trace.n_experts[0], trace.chosen_LTK[0]
+    found: dict[str, list[Measured]] = {name: [] for name in METHODS}
+    for split in splits:
+        used_T = split.test_T & (chosen_TK >= 0).any(1)
+        tested_TK = chosen_TK[used_T]
+        if not len(tested_TK):
+            continue
+        batch_T = np.arange(len(tested_TK)) // cluster.batch_tokens
+        batches = max(len(tested_TK) // cluster.batch_tokens, 1)  # an incomplete one only if it is alone
+        whole_T = batch_T < batches
+        counts_GE = counts_by(tested_TK, trace.group_T[used_T], trace.n_groups, n)
+        counts_BE = counts_by(tested_TK[whole_T], batch_T[whole_T], batches, n)
+        sample_TK = tested_TK[:: -(-len(tested_TK) // TRAFFIC_TOKENS)].astype(np.int64)
+        for name, place in all_places(chosen_TK[split.learn_T], n, cluster, seed):
+            found[name].append(measure(place, n, cluster, counts_GE, counts_BE, sample_TK))
+    rows = [layer_row(name, parts, trace) for name, parts in found.items() if parts]
+    random = next((row for row in rows if row["method"] == "random"), {})
+    chance = {f"{key}_chance": random[key] for key in CHANCE if random}
+    least = -(-trace.k // ((n + cluster.redundant) // cluster.devices)) * (1 - 1 / cluster.devices)
+    layer = {"layer": trace.layers[0], "layer_name": trace.layer_names[0]}
+    return [{**row, **layer, "cross_device_least": least, **chance} for row in rows]
 
 
 CHANCE = ("balancedness", "batch_balancedness", "cross_device", "cross_node")

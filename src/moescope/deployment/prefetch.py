@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -10,24 +11,25 @@ from numpy.typing import NDArray
 
 from moescope.deployment.caches import TOKENS_AT_ONCE, DepthCounts, Depths, count_depths, recency
 from moescope.deployment.residency import added, layer_sums, rate_rows
-from moescope.deployment.tokens import Mask, Split, TokenTrace, hottest_first, usage
+from moescope.deployment.tokens import Mask, Split, TokenTrace, hottest_first, map_parts, usage
 from moescope.types import Array, Integers
 
 if TYPE_CHECKING:
     import pandas as pd
 
+MOST_TESTED = 2**17  # tokens per layer and half, of the previous layer's prediction
 PREDICTORS = ("static", "static_in_sample", "previous_token", "previous_layer")
 
 
-def prefetch_table(trace: TokenTrace, splits: list[Split], advance: Callable[[int], None]) -> pd.DataFrame:
+def prefetch_table(
+    trace: TokenTrace, splits: list[Split], advance: Callable[[int], None], jobs: int = 1
+) -> pd.DataFrame:
     """Return the recall of every predictor at budgets k, 2k and 4k; layer null: all layers together."""
     import pandas as pd
 
-    counts: dict[str, list[DepthCounts]] = {name: [] for name in PREDICTORS}
-    for at in range(len(trace.layers)):
-        for name, found in rank_counts(trace, at, splits).items():
-            counts[name].append(found)
-        advance(1)
+    parts = [trace.part(max(at - 1, 0), at + 1) for at in range(len(trace.layers))]
+    found = map_parts(partial(rank_counts, splits=splits), parts, jobs, advance)
+    counts = {name: [layer[name] for layer in found] for name in PREDICTORS}
     rows = []
     nothing, most = [np.nan] * len(trace.layers), max(trace.n_experts)
     for budget in sorted({min(factor * trace.k, most) for factor in (1, 2, 4)}):
@@ -41,8 +43,10 @@ def prefetch_table(trace: TokenTrace, splits: list[Split], advance: Callable[[in
     return frame.drop(columns=unused)
 
 
-def rank_counts(trace: TokenTrace, at: int, splits: list[Split]) -> dict[str, DepthCounts]:
-    """Count the places of the chosen experts in every predictor's ranking, in one layer."""
+def rank_counts(trace: TokenTrace, splits: list[Split]) -> dict[str, DepthCounts]:
+    """Count the places of the chosen experts in every predictor's ranking, in the trace's last layer; the one
+    before it, if there is one, predicts it."""
+    at = len(trace.layers) - 1
     n, chosen_TK = trace.n_experts[at], trace.chosen_LTK[at]
     group_T, groups = trace.group_T, trace.n_groups
 
@@ -63,11 +67,19 @@ def rank_counts(trace: TokenTrace, at: int, splits: list[Split]) -> dict[str, De
     both_T = (before_TK >= 0).any(1) & (chosen_TK >= 0).any(1)
     parts = []
     for split in splits:
-        learn_T, test_T = split.learn_T & both_T, split.test_T & both_T
+        learn_T, test_T = split.learn_T & both_T, thinned(split.test_T & both_T)
         pairs_EE = count_pairs(before_TK[learn_T], chosen_TK[learn_T], n_before, n)
         scores = follow_scores(pairs_EE, usage(before_TK[learn_T], n_before), usage(chosen_TK[learn_T], n))
         parts.append(counted(predicted_places(scores, before_TK[test_T], chosen_TK[test_T]), test_T))
     return found | {"previous_layer": added(parts)}
+
+
+def thinned(tokens_T: Mask) -> Mask:
+    """At most 131,072 of the tokens, evenly spaced: more would cost time and gain no digit."""
+    places = np.flatnonzero(tokens_T)
+    kept_T = np.zeros(len(tokens_T), dtype=bool)
+    kept_T[places[:: max(-(-len(places) // MOST_TESTED), 1)]] = True
+    return kept_T
 
 
 def listed_places(chosen_TK: NDArray[np.integer], n: int, split: Split) -> Depths:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -19,7 +20,7 @@ from moescope.deployment.caches import (
     spread,
     stack_depths,
 )
-from moescope.deployment.tokens import Split, TokenTrace, hottest_first, usage
+from moescope.deployment.tokens import Split, TokenTrace, hottest_first, map_parts, usage
 from moescope.statistics import clip_share, jackknife_interval
 from moescope.types import Array, Integers
 
@@ -27,7 +28,7 @@ if TYPE_CHECKING:
     import pandas as pd
 
 POLICIES = ("static", "static_in_sample", "lru", "lru_split", "lfu", "belady")
-CHOICES_AT_ONCE = 2**25  # of all layers that are replayed together: bounds memory, 40 bytes per choice
+CHOICES_AT_ONCE = 2**24  # of all layers that are replayed together: bounds memory, 60 bytes per choice
 
 
 class Replayed(NamedTuple):
@@ -54,18 +55,19 @@ def residency_table(
     bandwidth: float | None,
     cold: bool,
     advance: Callable[[int], None],
+    jobs: int = 1,
 ) -> pd.DataFrame:
     """Return one row per policy, number of slots and layer; layer null: all layers together."""
     import pandas as pd
 
     slots = list(slots)
     most = max(slots)
-    layers: list[LayerReplays] = []
-    at_once = max(CHOICES_AT_ONCE // max(trace.chosen_LTK[0].size, 1), 1)
-    for begin in range(0, len(trace.layers), at_once):
-        batch = range(begin, min(begin + at_once, len(trace.layers)))
-        layers += replay_layers(trace, batch, most, splits, cold)
-        advance(len(batch))
+    count = len(trace.layers)
+    at_once = min(max(CHOICES_AT_ONCE // max(trace.chosen_LTK[0].size, 1), 1), -(-count // jobs))
+    parts = [trace.part(begin, begin + at_once) for begin in range(0, count, at_once)]
+    work = partial(replay_layers, most=most, splits=splits, cold=cold)
+    batches = map_parts(work, parts, jobs, lambda done: advance(done * at_once))
+    layers = [layer for batch in batches for layer in batch]
     sizes_L = np.ones(len(layers)) if expert_bytes is None else expert_bytes
     rows = []
     for size in slots:
@@ -73,11 +75,11 @@ def residency_table(
             if policy == "lru_split":
                 rows += split_rows(trace, layers, size, sizes_L)
             else:
-                parts = [
+                caches = [
                     Part(size, *layer.policies[policy], min(size, n))
                     for layer, n in zip(layers, trace.n_experts, strict=True)
                 ]
-                rows += policy_rows(trace, policy, size, parts, layers)
+                rows += policy_rows(trace, policy, size, caches, layers)
     frame = pd.DataFrame(rows)
     frame["bytes_per_token"] = np.nan
     if expert_bytes is not None:
@@ -93,17 +95,15 @@ def residency_table(
     return frame
 
 
-def replay_layers(
-    trace: TokenTrace, batch: Iterable[int], most: int, splits: list[Split], cold: bool
-) -> list[LayerReplays]:
-    """Replay all policies in some layers."""
+def replay_layers(trace: TokenTrace, most: int, splits: list[Split], cold: bool) -> list[LayerReplays]:
+    """Replay all policies in every layer, all caches side by side."""
     group_T, groups = trace.group_T, trace.n_groups
     starts = trace.starts()
     first_T = starts[trace.document_T] if cold else None
     everything = Split(np.ones(len(group_T), dtype=bool), np.ones(len(group_T), dtype=bool))
     replays: list[Replay] = []
     kept: list[dict[str, Any]] = []
-    for at in batch:
+    for at in range(len(trace.layers)):
         n, chosen_TK = trace.n_experts[at], trace.chosen_LTK[at].astype(np.int64)
         filled_TK = chosen_TK >= 0
         document_S = np.repeat(trace.document_T, filled_TK.sum(1)) if cold else None

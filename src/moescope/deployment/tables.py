@@ -56,7 +56,8 @@ COLUMNS: dict[str, Column] = {
     "budget": Column("int", "Experts named per token and layer: k, 2k and 4k."),
     "prefetch.n_experts": Column("int", "Experts of the layer, n."),
     "prefetch.tokens": Column("int",
-        "Tokens tested; previous_token skips a document's first token, previous_layer the first layer."),
+        "Tokens tested; previous_token skips a document's first token, previous_layer takes at most 131,072 "
+        "per half of the documents, evenly spaced."),
     "prefetch.choices": Column("int", "Choices tested."),
     "recall": Column("float", "Share of choices whose expert was named.", "named choices/choices",
         worst="0", chance="budget/n", best="1",

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
+from moescope.engine import ProcessEngine
 from moescope.errors import BadInput
 from moescope.run import Run
 from moescope.statistics import BUCKETS, FEWEST_DOCUMENTS
@@ -61,6 +63,17 @@ class TokenTrace:
         """Index of each document's first token."""
         return np.flatnonzero(np.diff(self.document_T, prepend=-1))
 
+    def part(self, begin: int, end: int) -> TokenTrace:
+        """Some of its layers."""
+        own = slice(begin, end)
+        return replace(
+            self,
+            layers=self.layers[own],
+            layer_names=self.layer_names[own],
+            n_experts=self.n_experts[own],
+            chosen_LTK=self.chosen_LTK[own],
+        )
+
 
 class Split(NamedTuple):
     """Tokens to learn from, and other tokens to test on."""
@@ -93,6 +106,37 @@ def usage(chosen_TK: NDArray[np.integer], n_experts: int) -> Integers:
 def hottest_first(counts_E: Array | Integers) -> Integers:
     """Return the experts by falling count; ties by ascending number."""
     return np.argsort(-counts_E, kind="stable")
+
+
+Result = TypeVar("Result")
+
+
+def map_parts(
+    work: Callable[[TokenTrace], Result], parts: list[TokenTrace], jobs: int, advance: Callable[[int], None]
+) -> list[Result]:
+    """Return the work's result for every part of a trace, in order; in processes where there are jobs."""
+    if jobs == 1:
+        results = []
+        for part in parts:
+            results.append(work(part))
+            advance(1)
+        return results
+    found: dict[int, Result] = {}
+    tasks = list(enumerate(parts))
+    for (number, _), result in ProcessEngine("cpu", jobs).run(partial(numbered, work), tasks, ignore):
+        found[number] = result
+        advance(1)
+    return [found[number] for number in range(len(parts))]
+
+
+def numbered(
+    work: Callable[[TokenTrace], Result], task: tuple[int, TokenTrace], tick: Callable[[], None]
+) -> Result:
+    return work(task[1])
+
+
+def ignore(task: tuple[int, TokenTrace]) -> None:
+    """No progress within a task."""
 
 
 # --- reading

@@ -43,6 +43,7 @@ def deploy(
     esft_share: float = 0.2,
     cold: bool = False,
     phase: Phase | None = None,
+    jobs: int = 1,
     seed: int = 0,
     overwrite: bool = False,
     quiet: bool = False,
@@ -86,6 +87,8 @@ def deploy(
         Empty the caches at the start of every document.
     phase : PHASE, default decode where the trace has it
         Which tokens to replay.
+    jobs : JOBS
+        Processes to compute in, for long traces; changes no number.
     seed : SEED
         Seed that splits documents into halves.
     overwrite : bool
@@ -107,7 +110,7 @@ def deploy(
         if value is not None and not 0 < value < float("inf"):
             raise BadInput(f"{name} {value}: must be above 0")
     least = {"gpus": (gpus, 1), "nodes": (nodes, 1), "redundant": (redundant, 0), "seed": (seed, 0)}
-    least |= {"batch_tokens": (batch_tokens, 1), "min_tokens": (min_tokens, 1)}
+    least |= {"batch_tokens": (batch_tokens, 1), "min_tokens": (min_tokens, 1), "jobs": (jobs, 1)}
     for name, (count, lowest) in least.items():
         if count is not None and count < lowest:
             raise BadInput(f"{name} {count}: must be at least {lowest}")
@@ -180,14 +183,14 @@ def table_tasks(
     from moescope.deployment.tokens import split_tokens
 
     splits = split_tokens(tokens.document_T, given["seed"])
-    bandwidth, cold = given["bandwidth"], given["cold"]
+    bandwidth, cold, jobs = given["bandwidth"], given["cold"], given["jobs"]
     return {
         "residency": lambda advance: {
-            "residency": residency_table(tokens, slots, splits, bytes_L, bandwidth, cold, advance)
+            "residency": residency_table(tokens, slots, splits, bytes_L, bandwidth, cold, advance, jobs)
         },
-        "prefetch": lambda advance: {"prefetch": prefetch_table(tokens, splits, advance)},
+        "prefetch": lambda advance: {"prefetch": prefetch_table(tokens, splits, advance, jobs)},
         "placement": lambda advance: {
-            "placement": placement_table(tokens, splits, cluster, given["seed"], advance)
+            "placement": placement_table(tokens, splits, cluster, given["seed"], advance, jobs)
         },
         "coverage": lambda advance: coverage_tables(tokens, given["min_tokens"], given["seed"], advance),
     }
