@@ -138,14 +138,15 @@ def key_numbers(view: View) -> list[KeyNumber]:
     if view.has_rows:
         tests, layers = view.tables["alignment_tests"], view.layers
         tested = sum(view.n_experts(layer) >= FEWEST_TESTED for layer in layers)
-        identifying = len(verdict_layers(view).get("identifying", []))
+        verdicts = verdict_layers(view)
+        identifying, better = (len(verdicts.get(name, [])) for name in ("identifying", "non_random"))
         ambiguity = view.tables["ambiguity"]
         numbers = [
             KeyNumber(
-                "Layers that identify their experts",
-                identifying,
+                "Layers that fit beyond chance",
+                identifying + better,
                 ALPHA * tested,
-                f"of {len(layers)}",
+                f"of {len(layers)}, {identifying} identify their experts",
                 word=alignment_word(view),
                 reference="by chance at most",
                 most=len(layers),
