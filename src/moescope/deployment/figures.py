@@ -104,7 +104,8 @@ def cache_curve(tables: Tables) -> Figure:
         base_layout("slots per layer", "hit rate", xaxis=k_axis(whole["slots"]), yaxis=SHARE_AXIS),
         height=400,
         details="All layers together. Whiskers: 95 % intervals over documents, where there are 20 or more. "
-        "The optimum starts empty; a preloaded list can beat it by its compulsory misses.",
+        "The optimum starts empty; a preloaded list can beat it by its compulsory misses. Of a single "
+        "document, the static list and the split are tested on its second half only.",
     )
 
 
