@@ -46,8 +46,17 @@ class LazyWeight:
 
     checkpoint: Checkpoint
     name: str
+    device: str = "cpu"
+    stream: Any = None  # of copies to a GPU, so that they do not wait for the layer that computes
 
     def __getitem__(self, index: Any) -> Tensor:
+        with torch.cuda.stream(self.stream):
+            value = self.read().to(self.device)
+        if self.stream is not None:
+            self.stream.synchronize()
+        return value
+
+    def read(self) -> Tensor:
         value = self.checkpoint.read(self.name)
         how = self.checkpoint.packed.get(self.name)
         if how is not None and any(part.endswith("_blocks") for part in how.parts):
@@ -84,6 +93,7 @@ class LayerWeights:
     absent: frozenset[str]  # names in the model without a tensor of their own: they are tied to others
     config: Any = field(repr=False)  # of transformers' loading
     loaded: set[int | str] = field(default_factory=set)
+    stream: Any = None  # that reads weights; None on a CPU
 
     @property
     def bytes_read(self) -> int:
@@ -96,11 +106,18 @@ class LayerWeights:
 
     def load(self, part: int | str) -> None:
         """Read a part's weights and put them on the device."""
+        if part not in self.loaded:
+            with torch.cuda.stream(self.stream):
+                self.read_part(part)
+            if self.stream is not None:
+                self.stream.synchronize()
+            self.loaded.add(part)
+
+    def read_part(self, part: int | str) -> None:
         from transformers.core_model_loading import convert_and_load_state_dict_in_model as convert
 
-        if part in self.loaded:
-            return
-        weights = {name: LazyWeight(self.checkpoint, name) for name in self.names[part]}
+        place = (self.device, self.stream)
+        weights = {name: LazyWeight(self.checkpoint, name, *place) for name in self.names[part]}
         more = {"tp_plan": None} if "tp_plan" in inspect.signature(convert).parameters else {}
         try:
             info, _ = convert(self.model, weights, self.config, **more)
@@ -125,10 +142,11 @@ class LayerWeights:
                 moved[memory] = tensor.detach().to(self.device)
             self.replace_tensor(module, attribute, moved[memory])
         self.checkpoint.release()
-        self.loaded.add(part)
 
     def free(self, part: int | str) -> None:
         """Drop a part's weights; routers, which are small, stay on the CPU."""
+        if self.stream is not None:
+            torch.cuda.synchronize(self.device)  # the reading stream may use their memory at once
         routers = {block.router for layer in self.layers_of(part) for block in layer.blocks}
         for module, attribute, tensor in list(self.tensors_of(part)):
             place = "cpu" if module in routers else "meta"
@@ -219,7 +237,10 @@ def read_by_layer(
         weight_mapping=mapping,
     )
     names, absent = assign_tensors(model, runner, layers, mapping, checkpoint)
-    return LayerWeights(name, model, runner, counted, dtype, device, layers, names, absent, loading)
+    weights = LayerWeights(name, model, runner, counted, dtype, device, layers, names, absent, loading)
+    if device.startswith("cuda"):
+        weights.stream = torch.cuda.Stream(device)
+    return weights
 
 
 def restore_buffers(model: Any, device: str) -> None:
