@@ -96,7 +96,8 @@ def test_options_that_change_no_number_exist(name):
 @pytest.mark.parametrize("name", [*NAMES, *OTHERS])
 def test_figures_need_tables_of_the_verb_and_describe_themselves(name):
     verb = load_verb(name)
-    inside = load_verb("scan").tables if name == "compare" else {}  # of the scans in its folder, by `select`
+    # by `select`: tables of the scans in its folder, and the changes in its run.json
+    inside = {*load_verb("scan").tables, "changes"} if name == "compare" else set()
     for spec in verb.figures:
         assert set(spec.needs) <= {*verb.tables, *inside}, spec.name
         assert spec.line not in {"", spec.name}, spec.name

@@ -378,9 +378,8 @@ class Verb:
     experts: Callable[[Run], Iterable[LayerCards]] = lambda run: ()  # its part of the expert pages
     overlay: Callable[[list[Run]], list[Section]] = lambda runs: []  # all runs of this verb on one page
     guide: Callable[[Run], list[str]] = lambda run: []  # paragraphs on how to read it
-    title: Callable[[Run], str] | None = (
-        None  # of the page, where checkpoint names do not say what it is about
-    )
+    # of the page, where checkpoint names do not say what it is about; "" where they do
+    title: Callable[[Run], str] | None = None
     parts: tuple[str, ...] = ()  # folders of runs inside a run that the same page shows
     view_label: str = "View"  # what the selector of views is called
     opens_last: bool = False  # whether the page opens with the last view, such as the last step

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import shutil
+from dataclasses import replace
+from pathlib import Path
 
 import pandas as pd
 import pytest
 from playwright.sync_api import expect
 
 from moescope.comparison.figures import drift_caption
-from moescope.comparison.report import change_finding, expert_changes, overlay
+from moescope.comparison.report import change_finding, expert_changes, overlay, summary
 from moescope.comparison.verb import compare
 from moescope.errors import BadInput
 from moescope.reporting.verb import report
@@ -85,7 +87,7 @@ def test_every_figure_of_the_page_can_be_drawn_by_name(run, runs_compared):
     assert set(run.figures()) == {spec.name for spec in figures_in(run.verb.sections(run, Selection()))}
     one_layer = run.draw("compare_accuracy", layer=1)
     assert {tuple(trace["x"]) for trace in one_layer.data} == {(1,)}
-    assert runs_compared.figures() == {}
+    assert set(runs_compared.figures()) == {"largest_changes"}
 
 
 def test_without_scans_their_figures_are_left_out(run, tmp_path):
@@ -130,6 +132,36 @@ def test_the_report_of_two_runs_lists_every_column(runs_compared, page_of):
     finite = [size for size in sizes if size]
     assert finite == sorted(finite, reverse=True)
     assert finite[0] > 0
+
+
+def test_a_column_without_spread_is_no_largest_change(runs_compared):
+    """A column that is constant in the first run changes by no finite number of spreads."""
+    flat = {"table": "t", "column": "flat", "rows": 3, "changed": 3, "largest": 0.5, "spread": 0.0}
+    flat |= {"median": 0.5, "a": 0.0, "b": 0.5, "where": {"layer": 1}}
+    changed = replace(runs_compared, info=runs_compared.info | {"changes": [flat]})
+    assert [key.name for key in summary(changed).key_numbers] == ["Columns changed"]
+    changed = replace(
+        runs_compared, info=runs_compared.info | {"changes": [*runs_compared.info["changes"], flat]}
+    )
+    assert summary(changed).key_numbers == [
+        replace(key, value=key.value + 1, unit=f"of {int(key.unit[3:]) + 1}", most=key.most + 1)
+        if key.name == "Columns changed"
+        else key
+        for key in summary(runs_compared).key_numbers
+    ]
+
+
+def test_the_page_of_two_runs_is_named_for_them_and_their_figure_is_exported(runs_compared, page_of):
+    names = [Path(item["path"]).name for item in runs_compared.info["runs"]]
+    assert f"<title>{' and '.join(names)}" in page_of["runs"].read_text(encoding="utf-8")
+    assert "largest_changes" in runs_compared.figures()
+    (bars,) = runs_compared.draw("largest_changes").data
+    sizes = [
+        abs(change["largest"]) / change["spread"]
+        for change in runs_compared.info["changes"]
+        if change.get("largest") and change["spread"]
+    ]
+    assert max(bars["x"]) == pytest.approx(max(sizes))
 
 
 @pytest.mark.parametrize(

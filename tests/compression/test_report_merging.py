@@ -41,6 +41,17 @@ def test_the_words_say_what_became_of_the_router_and_how_large_groups_are(merged
     assert f"{(sizes > 1).sum()} groups of {sizes[sizes > 1].min()} to {sizes.max()} members" in section.text
 
 
+def test_the_overview_counts_the_experts_that_are_left_and_shows_the_groups(merged_run):
+    groups = merged_run.table("clusters").groupby(["layer", "cluster"]).size()
+    (left,) = (key for key in merged_run.verb.summary(merged_run).key_numbers if key.name == "Experts left")
+    assert (left.value, left.unit) == (len(groups), f"of {groups.sum()}")
+    first, *others = merged_run.verb.measures(merged_run)
+    assert first.name == "cluster_size"
+    shown = first.frame.set_index(["layer", "cluster"])["value"]
+    assert all((shown.loc[place] == size).all() for place, size in groups.items())
+    assert not any("Crossed out" in measure.caption for measure in (first, *others))
+
+
 def test_a_merging_run_holds_its_steps_and_distances_as_tables(merged_run):
     assert merged_run.tables == [
         name

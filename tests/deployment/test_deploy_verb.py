@@ -44,7 +44,14 @@ def test_the_command_line_writes_tables_a_report_and_a_summary(trace, tmp_path):
     ]
     lru = rows[(rows["policy"] == "lru") & (rows["slots"] == 4)].sort_values("layer")
     assert lru["hit_rate"].tolist() == pytest.approx([*hits, np.mean(hits)])
-    assert facts["key_numbers"][0]["chance"] == 0.25
+    first = facts["key_numbers"][0]
+    assert (first["chance"], first["unit"]) == (25, "%")
+    assert f"{first['value']:.1f} %" in facts["findings"][0]  # one number, one unit
+    traffic = run.draw("placement_traffic")
+    drawn = next(trace for trace in traffic.data if trace["type"] == "bar")["y"]
+    assert all(f" {value:.3g}" in traffic.caption for value in drawn)
+    (words,) = (text for text in facts["findings"] if text.startswith("Remote devices"))
+    assert all(f" {value:.3g}" in words for value in drawn)
     page = page_text(Path(moescope.report(run)).read_text(encoding="utf-8"))
     for spec in run.verb.figures:
         assert run.draw(spec.name).title in page

@@ -67,14 +67,14 @@ def test_a_claim_names_difference_interval_p_arms_and_seeds(run: Run):
 def test_an_arm_that_cannot_be_told_comes_with_the_difference_that_would_have_been_seen(run: Run):
     row = run.table("study_comparisons").query("question == 'main' and arm == 'spectra'").iloc[0]
     sentence = findings(run)[1]
-    assert sentence.startswith("not distinguishable from top2 with 5 seeds: spectra; ")
+    assert sentence.startswith("Not distinguishable from top2 with 5 seeds: spectra; ")
     assert sentence.endswith(f": {row['detectable_difference']:.3g} nats.")
 
 
 def test_no_arm_is_said_where_none_differs(tmp_path: Path):
     arms = [{**arm, "shift": 0.0} for arm in router_arms()]
     (said,) = findings(study_run(tmp_path / "run", arms=arms, seed=3))
-    assert said.startswith("not distinguishable from top2 with 5 seeds: loss_free, spectra, ")
+    assert said.startswith("Not distinguishable from top2 with 5 seeds: loss_free, spectra, ")
 
 
 def test_arms_that_agree_in_every_seed_are_told_without_a_detectable_difference(tmp_path: Path):
@@ -86,7 +86,7 @@ def test_arms_that_agree_in_every_seed_are_told_without_a_detectable_difference(
 def test_an_arm_with_a_failed_seed_says_on_how_many_it_was_compared(run: Run):
     told = " ".join(findings(run))
     assert "4 seeds: too few to claim anything about hash." in told
-    assert "missing seeds of top2: hash, compared on 4 seeds" in told
+    assert "Missing seeds of top2: hash, compared on 4 seeds" in told
     assert (
         "1 of 85 trainings failed; the first, hash with seed 2: loss is not a number at step 40, layer 1."
         in told

@@ -422,7 +422,6 @@ AGREED = [
     FigureSpec("agreement_layers", ("agreement",), agreement_layers),
     FigureSpec("agreement_divergence", ("agreement",), agreement_divergence),
 ]
-FIGURES = [*EXPERT_DISTANCE, *DRIFT, *AGREED]
 
 
 # --- two runs
@@ -458,3 +457,4 @@ def largest_changes(tables: Tables) -> Figure:
 
 
 LARGEST_CHANGES = FigureSpec("largest_changes", ("changes",), largest_changes)
+FIGURES = [*EXPERT_DISTANCE, *DRIFT, *AGREED, LARGEST_CHANGES]

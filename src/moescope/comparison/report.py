@@ -57,6 +57,17 @@ def of_runs(run: Run) -> bool:
     return bool(run.info["arguments"]["of"] == "runs")
 
 
+def title(run: Run) -> str:
+    """The names of two compared runs, with the folders above where the names are equal."""
+    if not of_runs(run):
+        return ""
+    places = [Path(item["path"]).parts for item in run.info["runs"]]
+    depth = 1
+    while depth < max(map(len, places)) and places[0][-depth:] == places[1][-depth:]:
+        depth += 1
+    return " and ".join("/".join(parts[-depth:]) for parts in places)
+
+
 def summary(run: Run) -> Summary:
     """Coverage, key numbers and findings, each with the level of unrelated experts."""
     if of_runs(run):
@@ -66,7 +77,7 @@ def summary(run: Run) -> Summary:
         changed = sum(change["changed"] > 0 for change in changes)
         unit = f"of {len(changes)}"
         keys = [KeyNumber("Columns changed", changed, unit=unit, most=max(len(changes), 1))]
-        if largest := ranked(changes):
+        if (largest := ranked(changes)) and np.isfinite(in_spreads(largest[0])):
             top = largest[0]
             name = f"Largest change: {top['table']}, {top['column']}"
             keys.append(KeyNumber(name, in_spreads(top), unit="× spread over rows", word=place_of(top)))
@@ -253,30 +264,19 @@ def alignment_findings(run: Run) -> list[str]:
 
 def sections(run: Run, selection: Selection) -> list[Section]:
     if of_runs(run):
-        changes = compared_columns(run)
-        table = change_section(changes)
-        rows = pd.DataFrame(
-            [
-                {**change, "spreads": in_spreads(change), "where": place_of(change)}
-                for change in ranked(changes)
-            ]
-        )
-        if rows.empty:
-            return [*agreement_sections(run), table]
-        figures = [(LARGEST_CHANGES, {"changes": rows})]
-        return [
-            *agreement_sections(run),
-            Section("overview", "Changes", figures=figures, tab="overview"),
-            table,
-        ]
+        figures = drawable([LARGEST_CHANGES], {"changes": change_rows(run)})
+        first = [Section("overview", "Changes", figures=figures, tab="overview")] if figures else []
+        return [*agreement_sections(run), *first, change_section(compared_columns(run))]
     tables = {name: selection.rows(run.table(name)) for name in TABLES}
     parts = [chart_section(tables), drift_section(tables), *alignment_sections(run, selection)]
     return [section for section in parts if section.figures or section.tables]
 
 
 def select(run: Run, selection: Selection) -> Tables:
-    """Return every table of the run and, of the scans of both checkpoints, those that figures need."""
-    return {**all_rows(run, selection), **scan_tables(run, selection)}
+    """Return every table of the run; of two checkpoints, those of their scans that figures need, and of two
+    runs the changes per column."""
+    more = {"changes": change_rows(run)} if of_runs(run) else scan_tables(run, selection)
+    return {**all_rows(run, selection), **more}
 
 
 def drawable(specs: Sequence[FigureSpec], tables: Tables) -> list[tuple[FigureSpec, Tables]]:
@@ -413,23 +413,36 @@ def change_findings(changes: list[dict[str, Any]]) -> list[str]:
     findings: list[str] = [Finding(text, section="changes")]
     words = [change for change in changes if "largest" not in change and change["changed"]]
     sentences = [
-        f"{change['table']}, {change['column']}: {change['changed']:,} of {counted(change['rows'], 'row')} "
-        f"differ, such as {place_of(change)}: {change['a']} to {change['b']}."
-        for change in words[:NAMED_COLUMNS]
-    ]
-    sentences += [
         f"{change['table']}, {change['column']}: largest change at {place_of(change)}, {number(change['a'])} "
         f"to {number(change['b'])}; median change {number(change['median'])}, spread over rows "
         f"{number(change['spread'])}."
         for change in ranked(changes)[:NAMED_COLUMNS]
     ]
+    sentences += [
+        f"{change['table']}, {change['column']}: {change['changed']:,} of {counted(change['rows'], 'row')} "
+        f"differ, such as {place_of(change)}: “{change['a']}” to “{change['b']}”."
+        for change in words[:NAMED_COLUMNS]
+    ]
     return [*findings, *(Finding(text, section="changes") for text in sentences)]
 
 
 def ranked(changes: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Numeric columns that changed, by their largest change in units of the column's spread."""
-    return sorted(
-        (change for change in changes if change.get("largest")), key=lambda change: -in_spreads(change)
+    """Numeric columns that changed, by their largest change in units of the column's spread; columns without
+    spread, whose changes have no such size, come last."""
+
+    def order(change: dict[str, Any]) -> tuple[bool, float]:
+        return not np.isfinite(in_spreads(change)), -in_spreads(change)
+
+    return sorted((change for change in changes if change.get("largest")), key=order)
+
+
+def change_rows(run: Run) -> pd.DataFrame:
+    """The numeric columns that changed, with where and by how many spreads."""
+    return pd.DataFrame(
+        [
+            {**change, "spreads": in_spreads(change), "where": place_of(change)}
+            for change in ranked(compared_columns(run))
+        ]
     )
 
 

@@ -23,6 +23,7 @@ from moescope.comparison.report import (
     sections,
     select,
     summary,
+    title,
 )
 from moescope.comparison.tables import AGREEMENT, TABLES
 from moescope.engine import open_engine
@@ -464,4 +465,5 @@ VERB = Verb(
     tab="weights",
     measures=measures,
     experts=experts,
+    title=title,
 )

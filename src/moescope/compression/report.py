@@ -77,7 +77,8 @@ def coverage(run: Run) -> list[str]:
 def key_numbers(tables: Tables) -> list[KeyNumber]:
     model = model_rows(tables)
     plan, controls = of_plan(tables, model).iloc[0], of_controls(tables, model)
-    kept = tables["clusters"].groupby("layer")["kept"].sum()
+    clusters = tables["clusters"]
+    left = clusters[clusters["kept"].astype(bool)].groupby("layer")["cluster"].nunique()
     numbers = [  # name, value, level of the controls, unit, word, end of the bar
         ("Perplexity", plan["perplexity"], controls["perplexity"].mean(), "", verdict_word(controls), None),
         ("Perplexity of the original", plan["perplexity_original"], None, "", "", None),
@@ -88,9 +89,9 @@ def key_numbers(tables: Tables) -> list[KeyNumber]:
         layer, value, random = worst_layer(tables, column)
         word = f"layer {layer}"
         numbers.append((f"{ERRORS[column]} error, worst layer", value, random.mean(), "", word, None))
-    experts = len(tables["clusters"])
+    experts = len(clusters)
     unit = f"of {experts:,}"
-    numbers.append(("Experts kept", kept.sum(), None, unit, "", float(experts)))
+    numbers.append(("Experts left", left.sum(), None, unit, "", float(experts)))
     return [
         KeyNumber(
             name,
@@ -98,7 +99,7 @@ def key_numbers(tables: Tables) -> list[KeyNumber]:
             None if chance is None or pd.isna(chance) else float(chance),
             unit,
             word,
-            "random controls",
+            "mean of random controls",
             most,
         )
         for name, value, chance, unit, word, most in numbers
@@ -222,17 +223,19 @@ def measures(run: Run) -> list[Measure]:
         return []
     plan = clusters[clusters["method"] == clusters["method"].iloc[0]][["layer", "expert", "kept", "cluster"]]
     removed = plan.assign(mark=~plan["kept"].astype(bool))[["layer", "expert", "mark"]]
+    crossed = " Crossed out: dropped." if removed["mark"].any() else ""
+    sizes = plan.groupby(["layer", "cluster"])["expert"].transform("size").fillna(0)
+    frame = plan[["layer", "expert", "cluster"]].assign(value=sizes, mark=removed["mark"])
+    caption = f"Experts in the group that each expert joins; 1: kept alone.{crossed}"
+    groups = [Measure("cluster_size", "Group size", frame, "experts", caption)]
     if "saliency" not in run.tables:
-        sizes = plan.groupby(["layer", "cluster"])["expert"].transform("size")
-        frame = plan[["layer", "expert"]].assign(value=sizes.fillna(0), mark=removed["mark"])
-        caption = "Experts in the cluster that each expert joins; 1: kept alone. Crossed out: dropped."
-        return [Measure("cluster_size", "Cluster size", frame, "experts", caption)]
+        return groups
     saliency = run.table("saliency").merge(removed, on=["layer", "expert"])
-    measured = []
+    measured = groups if (sizes > 1).any() else []  # a merge shows its groups, a pruning its scores
     for name, title in (("reap", "REAP saliency"), ("tokens", "Calibration tokens")):
         relative = saliency[name] / saliency.groupby("layer")[name].transform("mean")
         frame = saliency[["layer", "expert", "mark"]].assign(value=relative, chance=1.0)
-        caption = f"{title} of each expert, as a multiple of the layer's mean. Crossed out: dropped."
+        caption = f"{title} of each expert, as a multiple of the layer's mean.{crossed}"
         measured.append(Measure(name, title, frame, "× layer mean", caption, 1.0, True, (0.25, 4.0)))
     if saliency["rank_low"].notna().any():
         score = score_column({"clusters": clusters})
@@ -241,7 +244,7 @@ def measures(run: Run) -> list[Measure]:
         frame = saliency[["layer", "expert", "mark"]].assign(**columns)
         caption = (
             f"Rank of each expert's {score.replace('_', ' ')} in its layer, 1: highest, with its 95 % "
-            "interval over documents. Crossed out: dropped."
+            f"interval over documents.{crossed}"
         )
         measured.append(Measure("rank", "Saliency rank", frame, "", caption))
     return measured

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -11,7 +12,9 @@ from moescope.plotting.style import (
     CATEGORICAL,
     base_layout,
     byte_size,
+    capital,
     category_style,
+    counted,
     grey_line,
     k_axis,
     layer_axis,
@@ -319,12 +322,14 @@ def placement_balance(tables: Tables) -> Figure:
 
 
 def method_words(rows: pd.DataFrame, column: str) -> str:
-    """ "balanced 0.95, co-activation 0.9, contiguous 0.7 (random: 0.7; optimum: 1)"."""
+    """ "balanced 0.95, co-activation 0.9, contiguous 0.7 (random: 0.7; optimum: 1)"; traffic per layer."""
     whole = together(rows).set_index("method")[column]
+    least = float(together(rows)["cross_device_least"].iloc[0])
+    if column in ("cross_device", "cross_node"):
+        layers = rows["layer"].nunique()
+        whole, least = whole / layers, least / layers
     parts = [f"{style['name']} {number(float(whole[name]))}" for name, style in METHOD_STYLES.items()]
-    best = {"cross_node": 0.0, "cross_device": float(together(rows)["cross_device_least"].iloc[0])}.get(
-        column, 1
-    )
+    best = {"cross_node": 0.0, "cross_device": least}.get(column, 1)
     return f"{', '.join(parts)} (random: {number(float(whole['random']))}; optimum: {number(best)})"
 
 
@@ -349,7 +354,7 @@ def placement_traffic(tables: Tables) -> Figure:
     return Figure(
         "placement_traffic",
         "Remote devices per token and layer",
-        f"Added over {layers} layers: {method_words(tables['placement'], 'cross_device')}.",
+        f"{capital(method_words(tables['placement'], 'cross_device'))}.",
         ("cross_device", "cross_node", "cross_device_least", "method"),
         data,
         base_layout("placement", "per token and layer", yaxis={"rangemode": "tozero"}, barmode="group"),
@@ -390,11 +395,25 @@ def coverage_documents(tables: Tables) -> Figure:
         coverage_words(rows),
         ("coverage_curve.below", "coverage_curve.documents", "needed", "minimum"),
         data,
-        base_layout("documents", "experts below the minimum", xaxis={"type": "log"}),
+        base_layout("documents", "experts below the minimum", xaxis=log_axis(ends)),
         height=400,
         details="Solid: subsamples of the documents. Dotted: extrapolated at each expert's mean rate. "
         "Whiskers: 2.5th to 97.5th percentile.",
     )
+
+
+def log_axis(ends: Sequence[float], zero: float | None = None) -> dict[str, Any]:
+    """A logarithmic axis with a tick per power of ten, also at 2 and 5 where those are few; 0 at `zero`."""
+    low, high = (int(np.floor(np.log10(ends[0]))), int(np.ceil(np.log10(ends[1]))))
+    steps = (1, 2, 5) if high - low < 3 else (1,)
+    shown = [step * 10**power for power in range(low, high + 1) for step in steps]
+    shown = [value for value in shown if ends[0] <= value <= ends[1]]
+    zeros = [zero] if zero is not None else []
+    return {
+        "type": "log",
+        "tickvals": [*zeros, *shown],
+        "ticktext": [*("0" for _ in zeros), *(f"{value:,}" for value in shown)],
+    }
 
 
 def coverage_words(rows: pd.DataFrame) -> str:
@@ -434,18 +453,25 @@ def coverage_experts(tables: Tables) -> Figure:
     data.append(grey_line([0, 1], [minimum, minimum], f"minimum: {minimum:g}", "dot"))
     data.append(grey_line([0, 1], [chance, chance], "all experts alike"))
     least = whole.loc[whole["tokens"].idxmin()]
+    fewest = (
+        f"Fewest: {int(least['tokens']):,} tokens, layer {int(least['layer'])}, expert {int(least['expert'])}"
+    )
+    if not least["tokens"]:
+        fewest = f"{int((whole['tokens'] == 0).sum()):,} of {counted(len(whole), 'expert')} have no token"
     return Figure(
         "coverage_experts",
         "Tokens per expert, sorted",
-        f"Fewest: {int(least['tokens']):,} tokens, layer {int(least['layer'])}, expert "
-        f"{int(least['expert'])} (all alike: {number(chance)}; minimum: {minimum:g}).",
+        f"{fewest} (all alike: {number(chance)}; minimum: {minimum:g}).",
         ("coverage.tokens", "minimum", "coverage.chance"),
         data,
         base_layout(
-            "share of experts", "tokens", xaxis={"tickformat": ".0%", "range": [0, 1]}, yaxis={"type": "log"}
+            "share of experts",
+            "tokens",
+            xaxis={"tickformat": ".0%", "range": [0, 1]},
+            yaxis=log_axis([1, max(minimum, float(rows["tokens"].max()))], zero=0.5),
         ),
         height=400,
-        details="Experts of all layers; those without a token are drawn at 0.5.",
+        details="Experts of all layers; those without a token stand at 0, below 1 on the logarithmic axis.",
     )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 
 from moescope.deployment.figures import (
     COVERAGE,
@@ -38,6 +39,11 @@ from moescope.verb import (
 LEAST_USED = 20  # rows of the table of experts
 
 
+def title(run: Run) -> str:
+    """The name of the trace."""
+    return f"{Path(run.info['runs'][0]['path']).name}: serving"
+
+
 def summary(run: Run) -> Summary:
     """Coverage, key numbers and findings, each with the optimum and the chance level."""
     info = run.info["tokens"]
@@ -64,7 +70,8 @@ def cache_summary(run: Run) -> tuple[list[KeyNumber], list[str]]:
             ("static", "hit_rate"),
         )
     )
-    keys = [KeyNumber(f"LRU hit rate, {slots} slots", lru, chance, word=f"optimum {percent(best)}", most=1.0)]
+    name, word = f"LRU hit rate, {slots} slots", f"optimum {percent(best)}"
+    keys = [KeyNumber(name, 100 * lru, 100 * chance, "%", word, "random list", 100.0)]
     place = {"tab": "deployment"}
     findings: list[str] = [
         Finding(
@@ -100,7 +107,8 @@ def prefetch_summary(run: Run) -> tuple[list[KeyNumber], list[str]]:
     least = rows[rows["budget"] == rows["budget"].min()].set_index("predictor")
     best = least.drop(index="static_in_sample").sort_values("recall").iloc[-1]
     name = PREDICTOR_STYLES[str(best.name)]["name"]
-    key = KeyNumber("Best prefetch recall", float(best["recall"]), float(best["chance"]), word=name, most=1.0)
+    recall, chance = 100 * float(best["recall"]), 100 * float(best["chance"])
+    key = KeyNumber("Best prefetch recall", recall, chance, "%", name, "random", 100.0)
     words = prefetch_words(rows, int(best["budget"]))
     return [key], [Finding(f"Prefetch recall, {words}", tab="deployment")]
 
@@ -114,7 +122,9 @@ def placement_summary(run: Run) -> tuple[list[KeyNumber], list[str]]:
     balanced, default, random = (
         float(whole.loc[method, "balancedness"]) for method in ("balanced", "contiguous", "random")
     )
-    key = KeyNumber(f"Balance on {devices} devices", balanced, random, word="balanced placement", most=1.0)
+    key = KeyNumber(
+        f"Mean/max load, {devices} devices", balanced, random, "", "balanced placement", "random", 1.0
+    )
     where = f"{devices} devices" + (f", {copies} redundant per layer" if copies else "")
     findings: list[str] = [
         Finding(
@@ -123,7 +133,7 @@ def placement_summary(run: Run) -> tuple[list[KeyNumber], list[str]]:
             tab="deployment",
         ),
         Finding(
-            f"Traffic: {method_words(rows, 'cross_device')} remote devices per token, added over layers.",
+            f"Remote devices per token and layer: {method_words(rows, 'cross_device')}.",
             tab="deployment",
         ),
     ]
@@ -135,8 +145,8 @@ def coverage_summary(run: Run) -> tuple[list[KeyNumber], list[str]]:
     whole = (
         rows[(rows["domain"] == "") & ~rows["extrapolated"].astype(bool)].sort_values("documents").iloc[-1]
     )
-    share = float(1 - whole["below"] / whole["experts"])
-    key = KeyNumber(f"Experts with {int(whole['minimum'])} tokens", share, most=1.0)
+    experts, name = int(whole["experts"]), f"Experts below {int(whole['minimum'])} tokens"
+    key = KeyNumber(name, int(whole["below"]), unit=f"of {experts:,}", most=float(experts))
     return [key], [Finding(f"Coverage: {coverage_words(rows)}", tab="deployment", colour="coverage")]
 
 

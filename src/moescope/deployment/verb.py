@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 from moescope.arguments import numbers, one_of
 from moescope.checkpoint import open_checkpoint
 from moescope.deployment.figures import FIGURES
-from moescope.deployment.report import guide, measures, sections, summary
+from moescope.deployment.report import guide, measures, sections, summary, title
 from moescope.deployment.tables import TABLES
 from moescope.errors import BadInput
 from moescope.families import read_moe
@@ -289,5 +289,6 @@ VERB = Verb(
     guide=guide,
     tab="deployment",
     measures=measures,
+    title=title,
     files=("exports",),
 )

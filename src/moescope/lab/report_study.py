@@ -179,10 +179,18 @@ def key_numbers(tables: Tables) -> list[KeyNumber]:
     if known.empty:
         return [done]
     best = known.loc[known["difference"].idxmin()]
+    detectable = float(known["detectable_difference"].astype(float).median())
     numbers = [
-        KeyNumber(f"{best['arm']} minus {reference}", best["difference"], 0.0, "nats/token", best["verdict"])
+        KeyNumber(
+            f"{best['arm']} minus {reference}",
+            best["difference"],
+            0.0,
+            "nats/token",
+            best["verdict"],
+            "no difference",
+            detectable if math.isfinite(detectable) else None,
+        )
     ]
-    detectable = known["detectable_difference"].astype(float).median()
     if math.isfinite(detectable):
         numbers.append(KeyNumber("Detectable difference", detectable, None, "nats/token", "80 % power"))
     means = arm_means(tables).loc[best["arm"]]
@@ -240,7 +248,9 @@ def question_findings(comparisons: pd.DataFrame, question: str) -> list[str]:
             f"{label}missing seeds of {reference}: {arm_list(partial)}, compared on {seed_range(partial)}; "
             "an arm that fails where it does badly looks better than it is."
         )
-    return sentences
+    # a sentence begins with a capital letter, unless it begins with the name of an arm
+    arms = tuple(f"{arm} is " for arm in known["arm"])
+    return [sentence if sentence.startswith(arms) else capital(sentence) for sentence in sentences]
 
 
 def format_p(p: float) -> str:

@@ -397,8 +397,8 @@ def run_names(runs: list[Run]) -> dict[Path, str]:
 def page_title(runs: list[Run]) -> str:
     """Return what the runs call themselves, else the names of their models."""
     titles = [run.verb.title(run) for run in runs if run.verb.title is not None]
-    if titles:
-        return listed(titles)
+    if any(titles):
+        return listed([title for title in titles if title])
     paths = [item["path"] for run in runs for item in run.info.get("checkpoints", [])]
     names = list(dict.fromkeys(Path(path).name for path in paths)) or [run.name for run in runs]
     return listed(names) if len(names) < 4 else f"{names[0]} and {len(names) - 1} more checkpoints"
