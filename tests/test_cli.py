@@ -158,14 +158,19 @@ def test_version_prints_the_version():
 
 
 @pytest.mark.parametrize(
-    "arguments",
-    [["scan", "x", "--nonsense"], ["scam"], ["scan", "x", "--seed", "many"]],
-    ids=" ".join,
+    ("arguments", "wrong"),
+    [
+        (["scan", "x", "--nonsense"], "--nonsense"),
+        (["scam"], "scam"),
+        (["scan", "x", "--seed", "many"], "--seed"),
+    ],
 )
-def test_a_wrong_command_exits_2(arguments):
+def test_a_wrong_command_is_one_line_and_exit_code_2(arguments, wrong):
     shown = CliRunner().invoke(cli.app, arguments)
     assert shown.exit_code == 2
-    assert "Usage" in shown.stderr
+    assert shown.stderr.startswith("moescope: ")
+    assert shown.stderr.count("\n") == 1
+    assert wrong in shown.stderr
 
 
 # --- bad input
