@@ -239,7 +239,7 @@ def read_by_layer(
     names, absent = assign_tensors(model, runner, layers, mapping, checkpoint)
     weights = LayerWeights(name, model, runner, counted, dtype, device, layers, names, absent, loading)
     if device.startswith("cuda"):
-        weights.stream = torch.cuda.Stream(device)
+        weights.stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
     return weights
 
 
