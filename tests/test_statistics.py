@@ -10,7 +10,12 @@ import pytest
 from scipy import stats
 
 from moescope.routing.load_balance import cv
-from moescope.statistics import FEWEST_DOCUMENTS, bootstrap_interval, jackknife_interval
+from moescope.statistics import (
+    FEWEST_DOCUMENTS,
+    bootstrap_interval,
+    false_discovery_rates,
+    jackknife_interval,
+)
 
 
 def mean_of(parts: np.ndarray) -> np.ndarray:
@@ -124,3 +129,9 @@ def test_the_paired_bootstrap_covers(documents):
     assert least - 3 * 0.0034 < covered < 0.95 + 3 * 0.0034
     unpaired = second.sum(0) / tokens.sum(0)
     assert np.mean(high - low) < 0.3 * 4 * unpaired.std()
+
+
+def test_false_discovery_rates_equal_those_of_scipy():
+    generator = np.random.default_rng(0)
+    for p in (generator.random(50) ** 3, np.array([0.04, 0.01, 0.01, 1.0]), np.array([0.2]), np.zeros(3)):
+        np.testing.assert_array_equal(false_discovery_rates(p), stats.false_discovery_control(p))

@@ -125,3 +125,15 @@ def bootstrap_interval(
     tail = ndtr(stdtrit(len(parts) - len(sizes), 0.5 - CONFIDENCE / 2))
     low, high = np.quantile(np.concatenate(values), [tail, 1 - tail], axis=0)
     return low, high
+
+
+def false_discovery_rates(p_values: Array) -> Array:
+    """q values of Benjamini and Hochberg 1995: the smallest m p/rank of this and all larger p, at most 1.
+
+    Written out because scipy.stats alone takes longer to import than a report's findings to compute.
+    """
+    order = np.argsort(p_values)[::-1]
+    m = len(p_values)
+    q_values = np.empty(m)
+    q_values[order] = np.minimum.accumulate(p_values[order] * (m / np.arange(m, 0, -1))).clip(max=1.0)
+    return q_values

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
-from scipy.optimize import linear_sum_assignment
 
 from moescope.types import Array
 
@@ -116,6 +115,8 @@ def assignment_accuracy(M_KEE: Array) -> Array:
     1/n, as under chance, where all assignments are equally good: the solver would return one of them, often
     the stored order.
     """
+    from scipy.optimize import linear_sum_assignment  # a report needs none of it
+
     accuracies = []
     for M_EE in M_KEE:
         interaction_EE = M_EE - M_EE.mean(axis=1, keepdims=True) - M_EE.mean(axis=0, keepdims=True)

@@ -32,6 +32,7 @@ from moescope.plotting.style import (
     number,
     reference_k,
 )
+from moescope.statistics import false_discovery_rates
 from moescope.verb import Figure, Slider, Tables, Trace
 
 TAIL = 0.01
@@ -207,9 +208,7 @@ def random_std_of_mean(row: pd.Series) -> float:
 
 def discoveries(p_values: pd.Series, rate: float = 0.05) -> list[int]:
     """Layers with a q value (Benjamini-Hochberg) of at most `rate`."""
-    from scipy.stats import false_discovery_control
-
-    return [int(layer) for layer in p_values.index[false_discovery_control(p_values) <= rate]]
+    return [int(layer) for layer in p_values.index[false_discovery_rates(p_values.to_numpy(float)) <= rate]]
 
 
 def delta_by_k(tables: Tables) -> Figure:

@@ -25,6 +25,7 @@ from moescope.spectral.decompose import make_k_grid, spectrum_statistics
 from moescope.spectral.pairing import PairingTest, pairing_test
 from moescope.spectral.parallel import decompose_each, layer_stream, matrix_readers
 from moescope.spectral.subspaces import expert_pairs, make_subspace_grid, orthogonality, similarities
+from moescope.statistics import false_discovery_rates
 from moescope.types import Array
 from moescope.weights.ambiguity import (
     CHANCE,
@@ -190,13 +191,11 @@ def scan_model(
 
 def compare_layers(frames: dict[str, pd.DataFrame], settings: ScanSettings) -> dict[str, pd.DataFrame]:
     """Add what needs all layers of a view: q values (Benjamini-Hochberg) and the ambiguity ranking."""
-    from scipy.stats import false_discovery_control
-
     if "alignment_tests" in frames:
         view = ["step", *VIEW]
         tests = frames["alignment_tests"]
         tests["q_value"] = tests.groupby(view)["p_value"].transform(
-            lambda p: false_discovery_control(p.to_numpy())
+            lambda p: false_discovery_rates(p.to_numpy())
         )
         rankings = [
             ambiguity_ranking(

@@ -12,14 +12,12 @@ from moescope.reporting.pack import plain_table, table_payload
 from moescope.reporting.page import run_names
 from moescope.reporting.untrusted import plot_words
 from moescope.run import Run
-from moescope.spectral.pairing import ALPHA
 from moescope.spectral.subspaces import COLLAPSED
 from moescope.verb import KeyNumber, Payload, Section, Selection, Summary, Tables
 from moescope.weights.figures import ACROSS_LAYERS, ONE_LAYER
 from moescope.weights.figures_identification import (
     ACROSS_STEPS,
     ACROSS_VIEWS,
-    FEWEST_TESTED,
     VERDICT_WORDS,
     ranked_layers,
     shown_verdict,
@@ -30,6 +28,7 @@ from moescope.weights.report_findings import (
     View,
     collapsed_pairs,
     coverages,
+    false_positives,
     findings,
     headline,
     layer_ranks,
@@ -90,12 +89,13 @@ VERDICT_NAMES = {
 def summary(run: Run) -> Summary:
     """Key numbers and findings of a scan, and its table of layers per view."""
     all_views = views(run)
+    found = {view.label: findings(view) for view in all_views}
     details = {
         "views": [
             {
                 "view": view.label,
                 "verdicts": verdict_layers(view),
-                "findings": findings(view),
+                "findings": found[view.label],
                 "most_ambiguous": most_ambiguous(view),
                 "collapsed_pairs": collapsed_pairs(view),
             }
@@ -109,17 +109,17 @@ def summary(run: Run) -> Summary:
             "Layers",
             tables=[layer_table(view)],
             view=view.label,
-            findings=findings(view) if index else [],
+            findings=found[view.label] if index else [],
         )
         for index, view in enumerate(all_views)
     ]
     return Summary(
         coverage_lines(run),
-        headline(all_views),
+        headline(all_views, found[all_views[0].label]),
         key_numbers(all_views[0]),
         tables,
         details=details,
-        views={view.label: (key_numbers(view), findings(view)) for view in all_views[1:]},
+        views={view.label: (key_numbers(view), found[view.label]) for view in all_views[1:]},
     )
 
 
@@ -137,7 +137,6 @@ def key_numbers(view: View) -> list[KeyNumber]:
     numbers = []
     if view.has_rows:
         tests, layers = view.tables["alignment_tests"], view.layers
-        tested = sum(view.n_experts(layer) >= FEWEST_TESTED for layer in layers)
         verdicts = verdict_layers(view)
         identifying, better = (len(verdicts.get(name, [])) for name in ("identifying", "non_random"))
         ambiguity = view.tables["ambiguity"]
@@ -145,7 +144,7 @@ def key_numbers(view: View) -> list[KeyNumber]:
             KeyNumber(
                 "Layers that fit beyond chance",
                 identifying + better,
-                ALPHA * tested,
+                false_positives(view),
                 f"of {len(layers)}, {identifying} identify their experts",
                 word=alignment_word(view),
                 reference="by chance at most",

@@ -17,6 +17,7 @@ from moescope.spectral.alignment import TIE
 from moescope.spectral.decompose import random_rank
 from moescope.spectral.pairing import ALPHA, IDENTIFYING_ACCURACY, false_call_rate
 from moescope.spectral.subspaces import COLLAPSED, REDUNDANT
+from moescope.statistics import false_discovery_rates
 from moescope.types import SIGNIFICAND_BITS, Coverage
 from moescope.verb import FigureSpec, Finding, Tables
 from moescope.weights.figures_identification import (
@@ -123,7 +124,7 @@ def select_rows(frame: pd.DataFrame, keys: dict[str, Any]) -> pd.DataFrame:
     for key, value in keys.items():
         if key in frame.columns:
             mask &= frame[key] == value
-    return frame[mask]
+    return frame if mask.all() else frame[mask]
 
 
 def view_words(keys: dict[str, Any]) -> str:
@@ -142,10 +143,10 @@ def coverages(run: Run) -> list[Coverage]:
     ]
 
 
-def headline(all_views: list[View]) -> list[str]:
+def headline(all_views: list[View], of_first: list[str]) -> list[str]:
     """The first view's findings, and where other views of the run differ."""
     first, *rest = all_views
-    sentences = findings(first)
+    sentences = list(of_first)
     if rest and first.has_rows:
         sentences[0] = Finding(f"{capital(first.label)}: {lower(sentences[0])}", figure="accuracy_by_k")
     same = [view for view in rest if first.has_rows and verdict_layers(view) == verdict_layers(first)]
@@ -207,13 +208,16 @@ def verdict_finding(view: View) -> Finding:
     if not tested:
         text = f"{start}3 experts have only 6 pairings, so no p can be below 1/6."
         return Finding(text, figure="accuracy_by_k")
+    text = f"{start}False positives expected among {tested} random layers: at most "
+    text += f"{number(false_positives(view))}."
+    return Finding(text, figure="accuracy_by_k")
+
+
+def false_positives(view: View) -> float:
+    """Most layers that get another verdict than chance where every layer is random."""
     layers = view.tables["alignment_layers"]
     ks = layers[~layers["degenerate"].astype(bool)].groupby("layer")["k"].nunique()
-    level = sum(
-        false_call_rate(n, int(ks.get(layer, 0))) for layer, n in zip(view.layers, counts, strict=True)
-    )
-    text = f"{start}False positives expected among {tested} random layers: at most {number(level)}."
-    return Finding(text, figure="accuracy_by_k")
+    return sum(false_call_rate(view.n_experts(layer), int(ks.get(layer, 0))) for layer in view.layers)
 
 
 def other_order_findings(view: View) -> list[str]:
@@ -253,10 +257,8 @@ def small_k_findings(view: View) -> list[str]:
 
 
 def avoidance_findings(view: View) -> list[str]:
-    from scipy.stats import false_discovery_control
-
     tests = view.tables["alignment_tests"].sort_values("layer")
-    q = false_discovery_control(tests["p_lower"].to_numpy(float))
+    q = false_discovery_rates(tests["p_lower"].to_numpy(float))
     layers = view.tables["alignment_layers"]
     sentences: list[str] = []
     for layer, p in tests.loc[q <= ALPHA, ["layer", "p_lower"]].itertuples(index=False):
