@@ -191,6 +191,14 @@ def test_the_heatmap_slides_through_matrices_and_holds_every_expert():
     assert "router row" in figure.slider.captions[3]
 
 
+def test_whiskers_of_norm_ratios_stand_side_by_side():
+    figure = DRIFT[2].draw({"geometry": drift_table()})
+    places = np.array([trace["x"] for trace in figure.data if "error_y" in trace])
+    layers = np.array([trace["customdata"] for trace in figure.data if "error_y" in trace])
+    assert np.abs(places - layers).max() < 0.5
+    assert all(len(set(column)) == len(column) > 1 for column in places.T)
+
+
 def test_matched_rows_do_not_enter_the_drift():
     table = drift_table()
     matched = table[table["matrix"] != "router"].assign(

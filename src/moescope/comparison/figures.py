@@ -307,7 +307,8 @@ def norm_ratios(tables: Tables) -> Figure:
     rows = rows[rows["norm_ratio"].notna()]
     data: list[Trace] = []
     ranges = []
-    for index, name in enumerate(name for name in (*PROJECTIONS, "router") if name in set(rows["matrix"])):
+    names = [name for name in (*PROJECTIONS, "router") if name in set(rows["matrix"])]
+    for index, name in enumerate(names):
         ratio = rows[rows["matrix"] == name].groupby("layer")["norm_ratio"].agg(["median", "min", "max"])
         whiskers = {
             "type": "data",
@@ -322,11 +323,12 @@ def norm_ratios(tables: Tables) -> Figure:
                 "type": "scatter",
                 "mode": "lines+markers",
                 "name": name,
-                "x": ratio.index.to_numpy(),
+                "x": ratio.index + 0.15 * (index - (len(names) - 1) / 2),  # whiskers side by side
+                "customdata": ratio.index.to_numpy(),
                 "y": ratio["median"].to_numpy(float),
                 "line": {**category_style(index), "width": 2},
                 "error_y": whiskers,
-                "hovertemplate": f"{name}<br>layer %{{x}}<br>median %{{y:.5g}}<extra></extra>",
+                "hovertemplate": f"{name}<br>layer %{{customdata}}<br>median %{{y:.5g}}<extra></extra>",
             }
         )
         ranges.append(f"{name} {number(ratio['min'].min())} to {number(ratio['max'].max())}")
