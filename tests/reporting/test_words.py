@@ -8,9 +8,12 @@ from dataclasses import replace
 import numpy as np
 import pandas as pd
 import pytest
+from scipy.stats import binom
 
 from moescope.lab.report_training import loss_differences, summary
+from moescope.routing.figures_load import LOAD
 from moescope.routing.report import glance_table
+from moescope.routing.report_map import random_range
 from moescope.routing.report_views import load_trace, routing_views
 from moescope.routing.trace import trace
 from moescope.run import Run
@@ -27,7 +30,9 @@ OF_LAYERS = [
 
 
 @pytest.mark.parametrize(("layers", "aligned", "ambiguous"), OF_LAYERS)
-def test_words_of_a_scan_follow_the_verdicts_of_its_layers(planted_run, layers, aligned, ambiguous):
+def test_words_of_a_scan_follow_the_verdicts_of_its_layers(
+    planted_run, layers, aligned, ambiguous
+):
     view = views(planted_run)[0]
     tables = {name: frame[frame["layer"].isin(layers)] for name, frame in view.tables.items()}
     numbers = key_numbers(replace(view, tables=tables))
@@ -65,6 +70,46 @@ def test_even_routing_is_balanced_and_a_favoured_expert_makes_its_layer_uneven(t
         found = {key.name: key.word for key in run.verb.summary(run).key_numbers}
         for number, word in words.items():
             assert found[number].startswith(word), (name, number, found[number])
+
+
+def few_in_the_last_layer(folder) -> Run:
+    """A table of choices: 400 tokens in layers 0 and 1, of which layer 1 favours expert 0; 1 in layer 2."""
+    chosen = routed(0.4).reshape(-1, 2, 2)[:400]
+    rows = [(token, layer, *chosen[token, layer]) for token in range(400) for layer in (0, 1)]
+    lines = [f"0,{token},{layer},{a} {b}" for token, layer, a, b in [*rows, (399, 2, 3, 4)]]
+    (folder / "t.csv").write_text("\n".join(["document,position,layer,experts", *lines]))
+    return trace(recorded=folder / "t.csv", experts=8, save_tokens=True, out=folder / "run", quiet=True)
+
+
+def test_a_layer_with_few_tokens_is_neither_named_worst_nor_beyond_chance(tmp_path):
+    run = few_in_the_last_layer(tmp_path)
+    summary = run.verb.summary(run)
+    words = {key.name: key.word for key in summary.key_numbers}
+    assert words["Worst load CV"] == words["Busiest expert"] == "uneven, layer 1"
+    assert "all used" in words["Unused experts, worst layer"]
+    worst, busiest, *_ = summary.findings
+    assert worst.place["layer"] == busiest.place["layer"] == 1
+    assert "layer 2, with at most 1 token" in worst
+    load = next(measure for measure in run.verb.measures(run) if measure.name == "load").frame
+    assert not load.loc[load["layer"] == 2, "beyond"].any()
+    assert load.loc[load["layer"] == 1, "beyond"].any()
+    view = routing_views(load_trace(run))[-1]
+    captions = [spec.draw(view.tables).caption for spec in LOAD if spec.can_draw(view.tables)]
+    named = [caption for caption in captions if "layer 2" in caption]
+    assert not named
+
+
+def test_a_trace_without_token_ids_holds_no_text(tmp_path):
+    run = few_in_the_last_layer(tmp_path)
+    assert "tokens" in run.tables
+    assert run.verb.summary(run).notices == []
+
+
+def test_the_range_of_random_loads_is_that_of_the_binomial_distribution():
+    tokens, share = np.array([1, 28, 400, 33_000, 33_000]), np.array([0.05, 0.05, 0.25, 0.1, 1.0])
+    low, high = random_range(tokens, share, 1e-5)
+    np.testing.assert_array_equal(low, binom.ppf(5e-6, tokens, share).clip(0))
+    np.testing.assert_array_equal(high, binom.ppf(1 - 5e-6, tokens, share))
 
 
 def test_what_a_trace_does_not_hold_is_absent_and_not_zero(tmp_path):

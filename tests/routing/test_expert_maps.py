@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
+import pandas as pd
 import pytest
 import torch
 from scipy.spatial.distance import pdist, squareform
@@ -15,6 +16,7 @@ from moescope.routing import expert_maps as plane
 from moescope.routing.expert_maps import (
     METHODS,
     Cloud,
+    coactivation_points,
     map_methods,
     neighbour_probabilities,
     plane_of_directions,
@@ -22,6 +24,7 @@ from moescope.routing.expert_maps import (
     principal_plane,
     tsne,
 )
+from moescope.routing.figures_experts import SUBJECTS, map_caption
 
 
 def rows(n: int = 24, width: int = 50, seed: int = 0) -> np.ndarray:
@@ -144,3 +147,31 @@ def test_random_directions_leave_about_two_shares_of_many_on_two_axes():
         PCA().fit(x).explained_variance_ratio_[:2].sum(), abs=0.04
     )
     assert plane_of_directions(16, 10_000) == pytest.approx(2 / 15, abs=0.01)  # all alike where there is room
+
+
+def test_experts_without_a_likely_pair_have_no_place_by_co_activation():
+    tokens = {0: 40, 1: 40, 2: 40, 3: 1}
+    rows = [
+        {
+            "expert_a": a,
+            "expert_b": b,
+            "tokens_a": tokens[a],
+            "tokens_b": tokens[b],
+            "layer_tokens": 100,
+            "lift": 1.5,
+            "chance_lift": 1.0,
+        }
+        for a in tokens
+        for b in tokens
+        if a != b
+    ]
+    experts, cloud, _ = coactivation_points(pd.DataFrame(rows))
+    assert experts.tolist() == [0, 1, 2]
+    assert cloud.gram.shape == (3, 3)
+
+
+def test_captions_say_which_maps_are_not_faithful():
+    subject = SUBJECTS[1]
+    rows = {share: pd.Series({"neighbours": share, "neighbours_chance": 0.08}) for share in (0.145, 0.6)}
+    assert "Not faithful" in map_caption(subject, "tsne", 3, rows[0.145])
+    assert "Not faithful" not in map_caption(subject, "tsne", 3, rows[0.6])

@@ -242,10 +242,17 @@ def fill_diagonal(profile: np.ndarray) -> np.ndarray:
 
 
 def coactivation_points(pairs: pd.DataFrame) -> tuple[np.ndarray, Cloud, float]:
-    """Return experts, points and the share of variance that two axes of noise hold, of one layer."""
+    """Return experts, points and the share of variance that two axes of noise hold, of one layer.
+
+    An expert of whose pairs none is expected once has no profile and no place; if fewer than three have one,
+    the layer has no map.
+    """
     matrix = lift_over_chance(expected_pairs(pairs))
+    known = matrix.notna().any(axis=1).to_numpy()
+    known = known & (known.all() or known.sum() > 2)
+    matrix = matrix.loc[known, known]
     cloud = Cloud.of_rows(coactivation_profiles(matrix.to_numpy(float)))
-    return matrix.index.to_numpy(), cloud, plane_of_noise(len(matrix))
+    return matrix.index.to_numpy(), cloud, plane_of_noise(len(matrix)) if len(matrix) else np.nan
 
 
 def direction_points(cosines: pd.DataFrame) -> tuple[np.ndarray, Cloud, float]:
@@ -274,6 +281,8 @@ def expert_maps(tables: dict[str, pd.DataFrame], methods: Sequence[str]) -> pd.D
     ]
     parts = [pd.DataFrame(columns=list(TABLES["maps"].columns))]
     for (step, layer, layer_name, of), (experts, cloud, level) in subjects:
+        if not len(experts):
+            continue
         shares = principal_plane(cloud)[1]
         for method in methods if len(experts) >= FEWEST else methods[:1]:
             at = METHODS[method](cloud)

@@ -261,6 +261,7 @@ SUBJECTS = [
         "a model of the lab and a recorded trace hold none",
     ),
 ]
+FAITHFUL = 0.2  # share of neighbours beyond chance that a map must preserve
 METHOD_TITLES = {"pca": "PCA", "tsne": "t-SNE", "umap": "UMAP"}
 
 
@@ -283,9 +284,11 @@ def map_caption(subject: Subject, method: str, layer: int, first: pd.Series) -> 
         )
     if np.isnan(first["neighbours"]):
         return caption + "too few experts to compare neighbours."
+    share, chance = first["neighbours"], first["neighbours_chance"]
+    faint = " Not faithful: its groups mean nothing." if share - chance < FAITHFUL * (1 - chance) else ""
     return caption + (
-        f"{number(100 * first['neighbours'])} % of nearest neighbours stay nearest "
-        f"(chance: {number(100 * first['neighbours_chance'])} %)."
+        f"{number(100 * share)} % of nearest neighbours stay nearest "
+        f"(chance: {number(100 * chance)} %).{faint}"
     )
 
 

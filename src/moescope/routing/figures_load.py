@@ -68,13 +68,24 @@ def usages(tables: Tables) -> list[Usage]:
     return layers
 
 
+def with_enough_tokens(layers: list[Usage]) -> list[Usage]:
+    """Layers with at least a tenth of the median layer's choices, as `comparable` of metrics."""
+    least = float(np.median([usage.even for usage in layers])) / 10
+    return [usage for usage in layers if usage.even >= least]
+
+
+def busiest(layers: list[Usage]) -> Usage:
+    """The layer with the busiest expert, of those with enough tokens."""
+    return max(with_enough_tokens(layers), key=lambda usage: float(usage.times.max()))
+
+
 def usage_caption(usage: Usage) -> str:
     if not usage.even:
         return f"Layer {usage.layer}: no token was routed."
     most, least = int(usage.counts.argmax()), int(usage.counts.argmin())
     return (
         f"Layer {usage.layer}: expert {usage.experts[most]} gets {number(usage.times[most])} times an even "
-        f"share, expert {usage.experts[least]} {number(usage.times[least])} "
+        f"share, expert {usage.experts[least]} gets {number(usage.times[least])} "
         f"(±{number(100 * usage.stray / usage.even)} % at chance)."
     )
 
@@ -124,8 +135,9 @@ def usage_figure(
     mode: str,
     captions: list[str],
 ) -> Figure:
-    """One layer at a time, starting with the most uneven."""
-    start = int(np.argmax([usage.times.max() for usage in layers]))
+    """One layer at a time, starting with the most uneven that has enough tokens."""
+    most = busiest(layers)
+    start = next(place for place, usage in enumerate(layers) if usage is most)
     scale = " (logarithmic)" if yaxis.get("type") == "log" else ""
     return Figure(
         name,
@@ -142,8 +154,7 @@ def usage_figure(
             captions=captions,
         ),
         360,
-        "Dashed: an even share; dotted: two standard deviations of balanced random routing. The slider "
-        "starts with the most uneven layer.",
+        "Dashed: an even share; dotted: two standard deviations of balanced random routing.",
     )
 
 
@@ -197,7 +208,8 @@ def usage_by_rank(tables: Tables) -> Figure:
         )
     frame = pd.concat(frames)
     unused = sum(int((usage.counts == 0).sum()) for usage in layers)
-    few, many = int(np.argmin(half)), int(np.argmax(half))
+    places = [place for place, usage in enumerate(layers) if usage in with_enough_tokens(layers)]
+    few, many = min(places, key=lambda place: half[place]), max(places, key=lambda place: half[place])
     sizes = [len(usage.experts) for usage in layers]
     most = (
         f" to {half[many]} of {sizes[many]} (layer {layers[many].layer})" if half[few] != half[many] else ""
@@ -229,14 +241,17 @@ def load_heatmap(tables: Tables) -> Figure:
         if usage.even:
             times[row, : len(usage.counts)] = usage.times
     numbers = np.array([usage.layer for usage in layers])
-    doubled, silent = (times >= 2).any(axis=1), (times == 0).any(axis=1)
+    compared = [usage for usage in with_enough_tokens(layers) if usage.even]
+    enough = np.isin(numbers, [usage.layer for usage in compared])
+    most = np.nanmax(times[enough], initial=0.0)
+    doubled, silent = (times >= 2).any(axis=1) & enough, (times == 0).any(axis=1) & enough
     caption = (
         f"{capital(named_layers(numbers[doubled]))} "
         f"{'has an expert' if doubled.sum() == 1 else 'have experts'} with twice an even share or more"
         if doubled.any()
-        else f"No expert gets twice an even share (at most {number(np.nanmax(times))} times)"
+        else f"No expert gets twice an even share (at most {number(most)} times)"
     ) + (f"; unused experts in {named_layers(numbers[silent])}" if silent.any() else "")
-    stray = max((usage.stray / usage.even for usage in layers if usage.even), default=np.nan)
+    stray = max((usage.stray / usage.even for usage in compared), default=np.nan)
     caption += f" ({RANDOM}: 1 ± {number(stray)})."
     trace = ratio_heatmap(
         times,

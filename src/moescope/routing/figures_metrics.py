@@ -46,15 +46,25 @@ def heading(metric: str) -> str:
     return HEADINGS.get(metric) or capital(metric_name(metric))
 
 
+def comparable(rows: pd.DataFrame) -> pd.DataFrame:
+    """Rows of layers with at least a tenth of the median layer's tokens.
+
+    Few tokens make loads uneven by chance: a prefill may end with a single token in the last layer.
+    """
+    tokens = rows.get("tokens", pd.Series(dtype=float))
+    return rows[~(rows["tokens"] < tokens.median() / 10)] if tokens.notna().any() else rows
+
+
 def layer_range(rows: pd.DataFrame) -> str:
     """ "runs from 0.2 (layer 3) to 0.9 (layer 5)"."""
+    rows = comparable(rows)
     low, high = rows.loc[rows["value"].idxmin()], rows.loc[rows["value"].idxmax()]
     return from_to(low["value"], f"layer {low['layer']}", high["value"], f"layer {high['layer']}")
 
 
 def references(rows: pd.DataFrame, chance: str) -> str:
     """ "0.01 for random routing, 1.7 at collapse", as far as both exist."""
-    parts = []
+    parts, rows = [], comparable(rows)
     if rows["chance"].notna().any():
         parts.append(f"{span(rows['chance'].dropna())} for {IN_CAPTIONS.get(chance, chance)}")
     if rows["collapse"].notna().any():

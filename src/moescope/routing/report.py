@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from moescope.plotting.style import RANDOM, UNIFORM, counted, listed, number, span, values_of
+from moescope.plotting.style import RANDOM, UNIFORM, counted, listed, named_layers, number, span, values_of
 from moescope.reporting.pack import plain_table, table_payload
 from moescope.routing.expert_maps import expected_pairs
 from moescope.routing.figures_experts import (
@@ -17,12 +17,13 @@ from moescope.routing.figures_experts import (
     missing_maps,
     strongest_pair,
 )
-from moescope.routing.figures_load import LOAD, usages
+from moescope.routing.figures_load import LOAD, busiest, usages, with_enough_tokens
 from moescope.routing.figures_metrics import (
     DECISIONS,
     INDEPENDENT,
     PERMUTED_TOKENS,
     VOCABULARY,
+    comparable,
     layer_range,
     references,
 )
@@ -59,7 +60,16 @@ def with_interval(row: pd.Series) -> str:
 
 
 def highest(rows: pd.DataFrame) -> pd.Series:
+    """The row of the layer with the largest value, of those with enough tokens."""
+    rows = comparable(rows)
     return rows.loc[rows["value"].idxmax()]
+
+
+def few_tokens(rows: pd.DataFrame) -> str:
+    """ " Not compared: layer 47, with at most 1 token."; empty where all layers have enough."""
+    few = rows.drop(comparable(rows).index)
+    most = counted(int(few["tokens"].max()), "token") if len(few) else ""
+    return f" Not compared: {named_layers(few['layer'])}, with at most {most}." if len(few) else ""
 
 
 def routing_findings(view: View) -> list[str]:
@@ -115,13 +125,13 @@ def load_findings(view: View) -> list[str]:
             Finding(
                 f"Load balance: worst in layer {top['layer']}, CV {with_interval(top)}; "
                 f"{references(rows[rows['layer'] == top['layer']], RANDOM)}. "
-                f"All layers: {span(rows['value'])}.",
+                f"All layers: {span(comparable(rows)['value'])}.{few_tokens(rows)}",
                 figure="cv_by_layer",
                 layer=int(top["layer"]),
             )
         )
     if loads := [usage for usage in usages(tables) if usage.even]:
-        busy = max(loads, key=lambda usage: float(usage.times.max()))
+        busy = busiest(loads)
         chance = values_of(tables, "max_over_mean").set_index("layer")["chance"].get(busy.layer)
         findings.append(
             Finding(
@@ -135,9 +145,10 @@ def load_findings(view: View) -> list[str]:
             )
         )
         unused = {usage.layer: int((usage.counts == 0).sum()) for usage in loads}
-        chance = f"{RANDOM}: {small_share(values_of(tables, 'unused')['chance'].max())}"
+        worst = max((usage.layer for usage in with_enough_tokens(loads)), key=lambda layer: unused[layer])
+        at_chance = values_of(tables, "unused").set_index("layer")["chance"].get(worst, np.nan)
+        chance = f"{RANDOM}: {small_share(at_chance)}"
         total = sum(len(usage.counts) for usage in loads)
-        worst = max(unused, key=lambda layer: unused[layer])
         text = f"All {total:,} experts got tokens (unused with {chance})."
         place: dict[str, Any] = {"tab": "overview", "colour": "load"}
         if any(unused.values()):
@@ -261,7 +272,7 @@ def key_numbers(view: View) -> list[KeyNumber]:
     for name, metric, unit in (
         ("Worst load CV", "cv", ""),
         ("Busiest expert", "max_over_mean", "× mean load"),
-        ("Unused experts, worst layer", "unused", ""),
+        ("Unused experts, worst layer", "unused", "of its experts"),
         ("I(expert; domain)", "domain_information", "nats"),
         ("I(expert; token)", "token_information", "nats"),
     ):
@@ -297,11 +308,12 @@ def metric_word(metric: str, row: pd.Series, uneven: set[int]) -> str:
 def text_notice(trace: TraceTables) -> str:
     """A privacy notice on what the report holds of the user's text; empty if nothing."""
     advice = "Share it only where you would share the text."
-    if "tokens" in trace.run.tables:
+    words = trace.tables["vocabulary"]["token"].notna().any()
+    if "tokens" in trace.run.tables and ("token_text" in trace.run.tables or words):
         return f"This report contains passages of the text, word for word. {advice}"
     if trace.tables["contexts"]["before"].notna().any():
         return f"This report contains short passages of the text (at most five per expert). {advice}"
-    if trace.tables["vocabulary"]["token"].notna().any():
+    if words:
         return "This report contains single tokens of the text, which may include names or numbers."
     return ""
 
@@ -368,7 +380,7 @@ FOLDED = {
     "domains": ("domains", "Domains of every expert", "affinity"),
 }
 GLANCE = [  # metric, title, whether its chance level follows
-    ("cv", "cv", True),
+    ("cv", "CV", True),
     ("max_over_mean", "max/mean", True),
     ("unused", "unused", True),
     ("routing_entropy", "entropy", True),

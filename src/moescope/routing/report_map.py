@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import pandas as pd
-from scipy.special import ndtri
+from scipy.special import bdtr, bdtrik
 
 from moescope.plotting.style import RANDOM, number, values_of
 from moescope.reporting.pack import plain
@@ -48,11 +48,11 @@ def view_measures(view: View) -> Iterator[Measure]:
     tokens = tokens_by_layer(view).reindex(load.index.get_level_values("layer")).to_numpy()
     even = choices / n_experts
     share = (even / np.maximum(tokens, 1)).clip(upper=1)
-    spread = np.sqrt(even * (1 - share)) / even.clip(lower=1e-12)
     times = load["tokens"] / even.where(even > 0)
-    z = float(ndtri(1 - FAMILY_WISE / (2 * max(len(load), 1))))
-    widest = float(z * spread.max())
-    frame = pd.DataFrame({"value": times, "chance": 1.0, "beyond": (times - 1).abs() > z * spread})
+    low, high = random_range(tokens, share.to_numpy(float), FAMILY_WISE / max(len(load), 1))
+    outside = (load["tokens"] < low) | (load["tokens"] > high)
+    frame = pd.DataFrame({"value": times, "chance": 1.0, "beyond": outside})
+    least, most = ((counts / even)[even >= even.median() / 10] for counts in (low, high))
     if len(order := clusters(view)):
         frame["cluster"] = order.reindex(frame.index)
     yield Measure(
@@ -61,7 +61,8 @@ def view_measures(view: View) -> Iterator[Measure]:
         frame.reset_index(),
         "× even share",
         f"Tokens per expert, as multiples of an even share. {RANDOM.capitalize()} stays within "
-        f"{number(max(1 - widest, 0.0))} to {number(1 + widest)} in all {len(load):,} cells.",
+        f"{number(least.min())} to {number(most.max())} in all {len(least):,} cells"
+        f"{' of layers with enough tokens' if len(least) < len(load) else ''}.",
         1.0,
         True,
         (0.25, 4.0),
@@ -82,6 +83,19 @@ def view_measures(view: View) -> Iterator[Measure]:
         )
     yield from domain_measures(view)
     yield from coactivation_measure(view)
+
+
+def random_range(tokens: np.ndarray, share: np.ndarray, outside: float) -> tuple[np.ndarray, np.ndarray]:
+    """Counts between which an expert stays under random routing, except with probability `outside`.
+
+    Every token chooses the expert with probability `share`: quantiles of the binomial distribution.
+    """
+    ends = []
+    for level in (outside / 2, 1 - outside / 2):
+        count = np.ceil(np.nan_to_num(bdtrik(level, tokens, share)))  # nan: 0 is likely enough
+        below = np.maximum(count - 1, 0)
+        ends.append(np.where(bdtr(below, tokens, share) >= level, below, count))  # rounding
+    return ends[0], ends[1]
 
 
 def clusters(view: View) -> pd.Series:

@@ -12,6 +12,7 @@ from moescope.errors import BadInput
 from moescope.plotting.style import number, values_of
 from moescope.reporting.pack import plain, table_payload
 from moescope.reporting.untrusted import plot_words, token_words, visible
+from moescope.routing.figures_metrics import metric_name
 from moescope.routing.tables import TRACE_TABLES
 from moescope.run import Run
 from moescope.tables import wrong_column
@@ -161,7 +162,7 @@ def layer_sections(view: View) -> list[Section]:
     sections = []
     for layer in view.layers:
         line = [
-            f"{name.replace('_', ' ')} {number(frame.loc[layer, 'value'])} "
+            f"{metric_name(name)} {number(frame.loc[layer, 'value'])} "
             f"(chance {number(frame.loc[layer, 'chance'])})"
             for name, frame in metrics.items()
             if layer in frame.index
