@@ -415,6 +415,36 @@ def test_a_figure_is_saved_on_white_with_its_title_even_from_a_dark_page(opened)
     assert "85mm" in download.value.suggested_filename
 
 
+def test_pictures_of_the_menu_are_as_large_as_those_of_the_command_and_their_digits_readable(opened):
+    page = opened("#/weights?layer=1")
+    figure = bring(page, "pair_matrix")
+    figure.locator(".menu > summary").click()
+    with page.expect_download() as download:
+        figure.locator(".menu button", has_text="SVG, single column").click()
+    picture = Path(download.value.path()).read_text(encoding="utf-8")
+    (width,) = re.findall(r'<svg[^>]* width="([\d.]+)"', picture)[:1]
+    (inner,) = re.findall(r'<svg[^>]* viewBox="0 0 ([\d.]+)', picture)[:1]
+    assert float(width) * 25.4 / 96 == pytest.approx(85, abs=0.2)
+    assert float(inner) / float(width) == pytest.approx(1.3, rel=0.01)
+    assert "font-size: 13px" in picture
+    digits = set(re.findall(r"annotation-text[^>]*fill: (rgb[^;]*);[^>]*>\d\.\d\d</text>", picture))
+    assert digits <= {"rgb(0, 0, 0)", "rgb(255, 255, 255)"}
+    assert digits
+
+
+@pytest.mark.parametrize(("width", "pinned"), [(820, ""), (1000, ""), (1400, "&pinned=0.1")])
+def test_the_drawer_leaves_the_selected_cell_visible(opened, planted_run, width, pinned):
+    last = int(planted_run.table("alignment")["expert"].max())
+    page = opened(f"#/overview?layer=1&expert={last}{pinned}", width=width)
+    expect(page.locator("#drawer")).to_be_visible()
+    page.wait_for_timeout(300)
+    layout, canvas = page.evaluate("M.map.layout()"), page.locator("canvas").bounding_box()
+    right = canvas["x"] + layout["left"] + (last + 1) * layout["cellWidth"]
+    frame = page.locator(".map-frame").bounding_box()
+    assert right <= page.locator("#drawer").bounding_box()["x"]
+    assert right <= frame["x"] + frame["width"] + 1
+
+
 def test_a_tab_without_data_names_the_command_that_fills_it(opened):
     page = opened("#/routing")
     expect(page.locator("#tab-routing .command")).to_contain_text("moescope trace")

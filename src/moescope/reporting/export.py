@@ -11,6 +11,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from moescope.errors import BadInput
 from moescope.reporting.joint import joint_sections
 from moescope.reporting.page import run_names, summary_of, with_parts
@@ -176,4 +178,32 @@ def paper_figure(figure: Figure, width: int = 175, title: bool = True) -> dict[s
         "height": height,
     }
     shown: dict[str, Any] = figure.to_plotly(**layout).to_plotly_json()
+    if notes := [note for trace in shown["data"] for note in digits(trace)]:
+        shown["layout"]["annotations"] = [*shown["layout"].get("annotations", ()), *notes]
     return shown
+
+
+def digits(trace: dict[str, Any]) -> list[dict[str, Any]]:
+    """Take a heatmap's digits and return them as notes, black or white, whichever contrasts more there."""
+    if trace["type"] != "heatmap" or "texttemplate" not in trace:
+        return []
+    del trace["texttemplate"]
+    z = np.asarray(trace["z"], float)
+    low, high = trace.get("zmin", np.nanmin(z)), trace.get("zmax", np.nanmax(z))
+    places, colors = zip(*trace["colorscale"], strict=True)
+    channels = np.array([[int(color[at : at + 2], 16) for at in (1, 3, 5)] for color in colors]) / 255
+    at = np.clip((z - low) / ((high - low) or 1), 0, 1)
+    rgb = np.stack([np.interp(at, places, channel) for channel in channels.T], axis=-1)
+    linear = np.where(rgb <= 0.03928, rgb / 12.92, ((rgb + 0.055) / 1.055) ** 2.4)
+    bright = linear @ [0.2126, 0.7152, 0.0722] > 0.179  # WCAG 2: contrast of at least 4.58
+    size = trace.get("textfont", {}).get("size", FONT_SIZE)
+    return [
+        {
+            "x": trace["x"][j],
+            "y": trace["y"][i],
+            "text": f"{z[i, j]:.2f}",
+            "showarrow": False,
+            "font": {"size": size, "color": "#000" if bright[i, j] else "#fff"},
+        }
+        for i, j in np.argwhere(np.isfinite(z))
+    ]

@@ -121,7 +121,15 @@ M.experts = (() => {
     return beside && !same ? [own, await column(beside.layer, beside.expert, make("span", { class: "soft" }, "pinned"), button("Unpin", { pinned: null }))] : [own];
   }
 
-  // ---- the drawer lies over the page: nothing moves when it opens
+  // ---- the drawer lies over the findings; on narrow screens the page makes room, and map and figures follow
+  let padding = ""; // of the page, when map and figures were drawn last
+  function fit() {
+    const now = getComputedStyle(document.querySelector("main")).paddingRight;
+    const changed = padding ? now !== padding : !drawer.hidden;
+    padding = now;
+    if (changed) { M.map.refresh(); M.figures.fit(); }
+    M.map.reveal();
+  }
   let newest = 0;
   let earlier; // the layer that was selected before the drawer selected one
   const closed = () => ({ expert: null, layer: earlier ?? null });
@@ -130,12 +138,13 @@ M.experts = (() => {
     const mine = ++newest;
     await M.map.ready;
     if (mine !== newest) return;
-    if (tab === "experts" || !exists(layer, expert)) { drawer.hidden = true; drawer.replaceChildren(); return; }
+    if (tab === "experts" || !exists(layer, expert)) { drawer.hidden = true; drawer.replaceChildren(); fit(); return; }
     const parts = await columns(layer, expert, button("Page", { tab: "experts" }, "Expert page"), button("×", closed(), "Close"));
     if (mine !== newest) return;
     drawer.classList.toggle("two", parts.length > 1);
     drawer.replaceChildren(...parts);
     drawer.hidden = false;
+    fit();
   }
   M.state.onChange((state, before) => {
     if (state.expert === undefined) earlier = undefined;

@@ -5,6 +5,7 @@ M.figures = (() => {
   const pending = new Set(); // promises of figures that are being drawn
   const WIDTHS = [["single column, 85 mm", 85], ["double column, 175 mm", 175]];
   const PER_MM = 96 / 25.4; // CSS pixels per millimetre
+  const ENLARGED = 1.3; // drawn so much larger than printed: text of 13 px is printed at 7.5 points, as by `report --figures`
 
   // ---- colours of the page
   function assign(target, flat) {
@@ -150,22 +151,43 @@ M.figures = (() => {
     });
     return M.csv(["trace", "x", "y", "value"], rows);
   }
-  // For paper: white, at a column's width, with or without the title.
+  // The same digits for a saved picture, which is drawn anew: notes in place of plotly's own texts.
+  function digits(plot, data) {
+    const notes = [];
+    plot._fullData.forEach((full, index) => {
+      if (full.type !== "heatmap" || !full.texttemplate || full.visible !== true) return;
+      delete data[index].texttemplate;
+      const place = (values, at) => values?.[at] ?? at;
+      Array.from(full.z).forEach((row, i) => Array.from(row).forEach((z, j) => {
+        if (!Number.isFinite(z)) return;
+        const color = M.inkOn(M.blend(data[index].colorscale ?? full.colorscale, (z - full.zmin) / (full.zmax - full.zmin || 1)));
+        notes.push({ x: place(full.x, j), y: place(full.y, i), text: z.toFixed(2), showarrow: false, font: { size: full.textfont.size, color } });
+      }));
+    });
+    return notes;
+  }
+  const folded = (text, letters) => (text.match(new RegExp(`\\S.{0,${letters - 1}}(?=\\s|$)`, "g")) ?? []).map((line) => line.replaceAll("<", "&lt;"));
+  // For paper: white, at a column's width, with or without title and caption; sizes are those of `report --figures`.
   async function picture(figure, plot, format, width, titled) {
     const Plotly = await M.plotly();
-    const wide = Math.round(width * PER_MM * 1.6); // text of 12 px becomes 7.5 points when set at this width
+    const wide = Math.round(width * PER_MM * ENLARGED);
     const data = structuredClone(plot.data);
     themedTraces(data, "light");
     const layout = structuredClone(plot.layout);
-    const white = { "font.color": "#1a1d21", paper_bgcolor: "#ffffff", plot_bgcolor: "#ffffff" };
-    for (const axis of axesOf(layout)) Object.assign(white, { [`${axis}.gridcolor`]: "#e9ecef", [`${axis}.linecolor`]: "#9aa1a9", [`${axis}.zerolinecolor`]: "#cfd4da" });
-    layout.shapes = (layout.shapes ?? []).filter((shape) => shape.name !== "selected layer");
-    const lines = titled ? figure.title.match(new RegExp(`.{1,${Math.floor(wide / 8)}}(\\s|$)`, "g")) : [];
-    const text = lines.map((line) => line.replaceAll("<", "&lt;")).join("<br>");
-    const height = figure.height + 40 + 20 * lines.length;
-    assign(layout, { ...white, width: wide, height, autosize: false, "margin.t": 30 + 22 * lines.length, title: { text, x: 0.02, font: { size: 14 } } });
+    const white = { font: { family: "Helvetica, Arial, sans-serif", size: 13, color: "#1a1d21" }, paper_bgcolor: "#ffffff", plot_bgcolor: "#ffffff" };
+    for (const axis of axesOf(layout)) Object.assign(white, { [`${axis}.gridcolor`]: "#e4e7eb", [`${axis}.linecolor`]: "#9aa1a9", [`${axis}.zerolinecolor`]: "#cfd4da" });
+    layout.shapes = (layout.shapes ?? []).filter((shape) => !shape.name?.startsWith("selected "));
+    layout.annotations = [...(layout.annotations ?? []), ...digits(plot, data)];
+    const letters = Math.floor(wide / 7);
+    const caption = plot.closest("figure").querySelector(".caption").textContent;
+    const lines = titled ? [...folded(figure.title, letters).map((line) => `<b>${line}</b>`), ...folded(caption, letters)] : [];
+    const top = titled ? 18 * lines.length + 24 : 14;
+    const height = figure.height + top + 40;
+    const title = { text: lines.join("<br>"), x: 0.01, xanchor: "left", y: 1 - 10 / height, yanchor: "top", font: { size: 12 } };
+    const legend = { ...figure.layout.legend, orientation: "h", yref: "container", y: 0, yanchor: "bottom", x: 0, xanchor: "left", font: {} };
+    assign(layout, { ...white, width: wide, height, autosize: false, margin: { l: 60, r: 16, t: top, b: 50 }, title, legend });
     const name = `moescope-${figure.name}-${width}mm`;
-    return Plotly.downloadImage({ data, layout }, { format, filename: name, width: wide, height, scale: format === "png" ? 3 : 1 });
+    return Plotly.downloadImage({ data, layout }, { format, filename: name, width: wide, height, scale: format === "png" ? 3 : 1 / ENLARGED });
   }
   function menu(figure, div) {
     const titled = make("input", { type: "checkbox", checked: true });

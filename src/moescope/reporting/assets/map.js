@@ -274,6 +274,15 @@ M.map = (() => {
     const controls = make("div", { class: "controls" }, make("label", {}, "Colour", colour), make("label", {}, "Experts", sort), make("label", {}, beyond, "beyond chance only"));
     return make("section", { class: "map", hidden: data.measures.length === 0 }, title, caption, controls, frame, legend);
   }
+  // where the map scrolls in its frame, the selected cell is scrolled into view
+  function reveal() {
+    const { layer, expert } = M.state.get();
+    const row = geometry && canvas.offsetParent ? geometry.measure.layers.indexOf(layer) : -1;
+    const column = row < 0 ? -1 : geometry.orders[row].indexOf(expert);
+    if (column < 0) return;
+    const left = LABEL + column * geometry.cellWidth;
+    if (left < frame.scrollLeft || left + geometry.cellWidth > frame.scrollLeft + frame.clientWidth) frame.scrollLeft = left - frame.clientWidth / 2;
+  }
   function refresh() {
     if (!canvas || !canvas.isConnected || !canvas.offsetParent) return;
     fillColours();
@@ -285,5 +294,5 @@ M.map = (() => {
   const layout = () => ({ left: LABEL, top: TOP, cellWidth: geometry.cellWidth, cellHeight: geometry.cellHeight, rows: geometry.measure.layers.length, columns: geometry.measure.experts, orders: geometry.orders });
   // number of experts of a layer
   const experts = (layer) => Math.max(...candidates().map((measure) => (measure.value[measure.layers.indexOf(layer)] ?? []).findLastIndex((cell) => cell !== null) + 1), 0);
-  return { element, refresh, ready, candidates, layout, shown, experts };
+  return { element, refresh, reveal, ready, candidates, layout, shown, experts };
 })();
