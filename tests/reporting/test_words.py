@@ -30,9 +30,7 @@ OF_LAYERS = [
 
 
 @pytest.mark.parametrize(("layers", "aligned", "ambiguous"), OF_LAYERS)
-def test_words_of_a_scan_follow_the_verdicts_of_its_layers(
-    planted_run, layers, aligned, ambiguous
-):
+def test_words_of_a_scan_follow_the_verdicts_of_its_layers(planted_run, layers, aligned, ambiguous):
     view = views(planted_run)[0]
     tables = {name: frame[frame["layer"].isin(layers)] for name, frame in view.tables.items()}
     numbers = key_numbers(replace(view, tables=tables))
