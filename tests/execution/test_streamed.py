@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import resource
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -238,6 +240,52 @@ def test_states_of_other_batches_are_not_resumed(place, tmp_path, in_memory, too
         patched.setattr(FileStates, "put", interrupted)
         trace(place, tmp_path / "run", execution="streamed", memory=too_little, batch_size=3)
     equal_tables(trace(place, tmp_path / "run", execution="streamed", memory=too_little), in_memory)
+
+
+DAMAGED = {
+    "no places": {"places": None},
+    "an empty place": {"places": {"0": {}}},
+    "another batch": {"places": {"7": {"value": 0}}},
+    "a tensor without end": {"places": {"0": {"tensor": [0, [2**40, 64], "float32"]}}},
+    "a tensor before the file": {"places": {"0": {"tensor": [-8, [2], "float32"]}}},
+    "an unknown type": {"places": {"0": {"tensor": [0, [2], "nonsense"]}}},
+    "a part that is a word": {"part": "x"},
+    "a negative part": {"part": -1},
+    "a part beyond the last": {"part": 10**30},
+}
+
+
+@pytest.fixture(scope="module")
+def interrupted_run(place, too_little, tmp_path_factory) -> Path:
+    """A streamed trace that has run one layer."""
+    folder, own = tmp_path_factory.mktemp("interrupted") / "run", FileStates.put
+
+    def interrupted(states, batch, value):
+        if states.part == 1:
+            raise KeyboardInterrupt
+        own(states, batch, value)
+
+    with pytest.MonkeyPatch.context() as patched, pytest.raises(KeyboardInterrupt):
+        patched.setattr(FileStates, "put", interrupted)
+        trace(place, folder, execution="streamed", memory=too_little)
+    return folder
+
+
+@pytest.mark.parametrize("damage", [*DAMAGED, "states-1", "part-00000.pt", "no states-1"])
+def test_damaged_hidden_states_are_one_line_with_a_remedy(
+    place, tmp_path, interrupted_run, too_little, damage
+):
+    stored = Path(shutil.copytree(interrupted_run, tmp_path / "run")) / "streamed"
+    if damage in DAMAGED:
+        manifest = json.loads((stored / "manifest.json").read_text())
+        (stored / "manifest.json").write_text(json.dumps(manifest | DAMAGED[damage]))
+    elif damage.startswith("no "):
+        (stored / damage.removeprefix("no ")).unlink()
+    else:
+        os.truncate(stored / damage, (stored / damage).stat().st_size // 2)
+    with pytest.raises(BadInput, match=r"run/streamed: .* --overwrite") as error:
+        trace(place, tmp_path / "run", execution="streamed", memory=too_little)
+    assert "\n" not in str(error.value)
 
 
 @pytest.mark.parametrize("how", ["failpoint", "limit"])

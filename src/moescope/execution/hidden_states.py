@@ -8,6 +8,8 @@ at the layer that it had reached.
 from __future__ import annotations
 
 import json
+import math
+import operator
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -67,8 +69,11 @@ class FileStates:
             folder.mkdir(parents=True, exist_ok=True)
             manifest = read_manifest(folder)
             if manifest.get("key") == key:
-                self.part = manifest["part"]
-                self.places = {int(batch): layout for batch, layout in manifest["places"].items()}
+                with reading(folder):
+                    self.part = operator.index(manifest["part"])
+                    if self.part < 0:
+                        raise ValueError(f"part {self.part}")
+                    self.places = {int(batch): layout for batch, layout in manifest["places"].items()}
             else:
                 for file in sorted(folder.iterdir()):
                     remove(file)
@@ -80,11 +85,12 @@ class FileStates:
     def get(self, batch: int, device: str) -> Any:
         if self.part == 0:
             return {}
-        descriptor = os.open(self.file(self.part), os.O_RDONLY)
-        try:
-            return unpack(self.places[batch], descriptor, device)
-        finally:
-            os.close(descriptor)
+        with reading(self.folder):
+            descriptor = os.open(self.file(self.part), os.O_RDONLY)
+            try:
+                return unpack(self.places[batch], descriptor, device)
+            finally:
+                os.close(descriptor)
 
     def put(self, batch: int, value: Any) -> None:
         file = self.file(self.part + 1)
@@ -145,7 +151,9 @@ class FileStates:
 
     def records(self) -> Iterator[Any]:
         for part in range(self.part):
-            yield torch.load(self.record_file(part), weights_only=True)
+            with reading(self.folder):
+                record = torch.load(self.record_file(part), weights_only=True)
+            yield record
 
     def remove(self) -> None:
         if self.folder.exists():
@@ -172,17 +180,35 @@ def writing(file: Path) -> Iterator[None]:
         raise BadInput(f"{file}: cannot be written ({str(error).splitlines()[0]}); {REMEDY}") from None
 
 
+@contextmanager
+def reading(folder: Path) -> Iterator[None]:
+    """Turn whatever damaged files raise into one line."""
+    try:
+        yield
+    except (BadInput, MemoryError, torch.OutOfMemoryError):
+        raise
+    except Exception as error:
+        why = (str(error).splitlines() or [""])[0][:80]
+        raise BadInput(
+            f"{folder}: the stored hidden states are damaged ({type(error).__name__}: {why}); "
+            "give the command with --overwrite"
+        ) from None
+
+
 def unpack(layout: dict[str, Any], descriptor: int, device: str) -> Any:
     """Read nested tensors from where `pack` wrote them."""
     ((kind, value),) = layout.items()
     if kind == "tensor":
         start, shape, dtype = value
+        size = math.prod(shape) * getattr(torch, dtype).itemsize
+        if start < 0 or start + size > os.fstat(descriptor).st_size:
+            raise ValueError(f"{size} bytes at {start} are beyond the end")
         data = torch.empty(shape, dtype=getattr(torch, dtype))
         left = memoryview(data.reshape(-1).view(torch.uint8).numpy())  # type: ignore[arg-type]
         while left:
             count = os.preadv(descriptor, [left], start)
             if not count:
-                raise BadInput("the stored hidden states are cut off; give the command with --overwrite")
+                raise EOFError("cut off")
             left, start = left[count:], start + count
         return data.to(device)
     if kind == "dict":
