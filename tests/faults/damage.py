@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gzip
 import json
 import random
 import shutil
@@ -113,6 +114,13 @@ def damage_csv(chance: random.Random, content: bytes) -> bytes:
     row = chance.choice(rows)
     row[chance.randrange(len(row))] = str(chance.choice(VALUES)).encode()
     return b"\n".join(b",".join(row) for row in rows)
+
+
+def damage_gzip(chance: random.Random, content: bytes) -> bytes:
+    """Damage the compressed CSV, or the compressed bytes."""
+    if chance.random() < 0.3:
+        return damage_bytes(chance, content)
+    return gzip.compress(damage_csv(chance, gzip.decompress(content)))
 
 
 def damage_safetensors(chance: random.Random, content: bytes) -> bytes:
@@ -238,6 +246,7 @@ DAMAGE: dict[str, Callable[[random.Random, bytes], bytes]] = {
     ".json": damage_json,
     ".jsonl": damage_lines,
     ".csv": damage_csv,
+    ".gz": damage_gzip,
     ".safetensors": damage_safetensors,
     ".parquet": damage_parquet,
     ".toml": damage_toml,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import gzip
 import io
 import json
 import random
@@ -12,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
+import pandas as pd
 import torch
 
 from faults.damage import copy_folder, damage_file
@@ -74,6 +76,7 @@ class Bases:
     @classmethod
     def make(cls, folder: Path) -> Bases:
         from moescope.compression.verb import compress
+        from moescope.deployment.verb import deploy
         from moescope.lab.train import train
         from moescope.routing.trace import trace
         from moescope.weights.verb import scan
@@ -88,6 +91,7 @@ class Bases:
         runs = folder / "runs"
         scan(model, out=runs / "scan", quiet=True)
         traced = trace(model, text=text, out=runs / "trace", save_tokens=True, quiet=True)
+        deploy(traced, out=runs / "deploy", quiet=True)
         for router in ("fold", "slice"):
             method = {"fold": "hc_smoe", "slice": "reap"}[router]
             place = runs / f"compress-{router}"
@@ -121,6 +125,22 @@ def write_recorded(folder: Path, chosen: np.ndarray) -> None:
     (folder / "sglang.jsonl").write_text("\n".join(map(json.dumps, answers)))
     rows = [f"{layer},{expert}" for layer in range(3) for expert in chosen[:, layer].reshape(-1)]
     (folder / "llamacpp.csv").write_text("layer,expert\n" + "\n".join(rows))
+    choices = [
+        f"{token // 5},{token // 8},{token % 5},{layer},{slot},{chosen[token, layer, slot]},{0.75 - slot / 2}"
+        for token, layer, slot in np.ndindex(chosen.shape)
+    ]
+    head = (
+        "# route_trace v1\n# n_layer=3 n_expert=4 n_expert_used=2\nturn,phase,step,layer,slot,expert,weight\n"
+    )
+    (folder / "route.csv").write_text(head + "\n".join(choices))
+    rows = [
+        f"{token // 5},{token % 5},{layer},{' '.join(map(str, chosen[token, layer]))},0.6 0.4"
+        for token, layer in np.ndindex(chosen.shape[:2])
+    ]
+    table = "document,position,layer,experts,gates\n" + "\n".join(rows)
+    (folder / "table.csv.gz").write_bytes(gzip.compress(table.encode()))
+    frame = pd.DataFrame(list(np.ndindex(chosen.shape)), columns=["position", "layer", "slot"])
+    frame.assign(document=0, expert=chosen.reshape(-1)).to_parquet(folder / "table.parquet")
     layers = torch.from_numpy(chosen.transpose(1, 0, 2).copy())
     record = {
         "input_ids": list(range(9)),
@@ -234,11 +254,18 @@ def compress_plan(chance: random.Random, bases: Bases, folder: Path) -> list[str
 
 
 def report(chance: random.Random, bases: Bases, folder: Path) -> list[str | Path]:
-    kind = chance.choice(["scan", "trace", "compress-fold", "train"])
+    kind = chance.choice(["scan", "trace", "compress-fold", "train", "deploy"])
     run = copy_folder(bases.folder / "runs" / kind, folder / kind)
     files = [run / "run.json"] if chance.random() < 0.5 else sorted(run.rglob("*.parquet"))
     damage_file(chance, chance.choice(files))
     return ["report", run, "--out", folder / "report.html"]
+
+
+def deploy(chance: random.Random, bases: Bases, folder: Path) -> list[str | Path]:
+    run = copy_folder(bases.folder / "runs" / "trace", folder / "trace")
+    names = ["tokens.parquet", "tokens.parquet", "routing_layers.parquet", "run.json"]
+    damage_file(chance, run / chance.choice(names))
+    return ["deploy", run, "--out", folder / "out", "--quiet", "--no-report"]
 
 
 def train(chance: random.Random, bases: Bases, folder: Path) -> list[str | Path]:
@@ -257,7 +284,7 @@ def recorded(chance: random.Random, bases: Bases, folder: Path) -> list[str | Pa
     source = chance.choice(sorted((bases.folder / "recorded").iterdir()))
     file = Path(shutil.copy(source, folder / source.name))
     damage_file(chance, file)
-    format = file.stem.split("-")[0]
+    format = file.name.split(".")[0].split("-")[0]
     model = [bases.folder / "model"] if file.name in ("sglang.jsonl", "sglang-counts.pt") else []
     experts = [] if model else ["--experts", chance.choice(["4", "4", "40"])]
     return [
@@ -299,6 +326,7 @@ TARGETS = [
     Target("compress", compress, "moescope.execution.models:load_model", 100, 0.2),
     Target("compress --plan", compress_plan, "moescope.compression.plan:read_plan", 300, 0.9),
     Target("report", report, "moescope.run:read_run_json", 150, 0.9),
+    Target("deploy", deploy, "moescope.deployment.tokens:read_tokens", 200, 0.6),
     Target("train", train, "moescope.lab.config:config_from", 1000, 0.65),
     Target("study", study, "moescope.lab.study_config:study_from", 600, 0.6),
     Target("trace --recorded", recorded, "moescope.execution.recorded:read_trace", 900, 0.85),

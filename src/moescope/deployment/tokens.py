@@ -16,6 +16,7 @@ from moescope.engine import ProcessEngine
 from moescope.errors import BadInput
 from moescope.run import Run
 from moescope.statistics import BUCKETS, FEWEST_DOCUMENTS
+from moescope.tables import wrong_column
 from moescope.types import Array, Integers
 
 if TYPE_CHECKING:
@@ -159,13 +160,15 @@ class TokenReader:
         self.run, self.path = run, run.files("tokens")[0]
         with self.named_errors():
             self.table = pq.ParquetFile(self.path)
+            if wrong := wrong_column(self.table.schema_arrow, run.verb.tables["tokens"]):
+                raise ValueError(f"column {wrong}")
             kinds = set()
             for part in row_groups(self.table, ["step", "phase"]):
                 pairs = part.group_by(["step", "phase"]).aggregate([])
                 kinds |= set(zip(pairs["step"].to_pylist(), pairs["phase"].to_pylist(), strict=True))
-        if not kinds:
-            raise BadInput(f"{self.path}: no token in it; trace a longer text")
-        self.step = max(number for number, _ in kinds)
+            if not kinds:
+                raise BadInput(f"{self.path}: no token in it; trace a longer text")
+            self.step = max(number for number, _ in kinds)
         phases = {name for number, name in kinds if number == self.step}
         self.phase = phase or ("decode" if "decode" in phases else "prefill")
         if self.phase not in phases:
@@ -175,9 +178,11 @@ class TokenReader:
 
     @contextmanager
     def named_errors(self) -> Iterator[None]:
+        import pyarrow as pa
+
         try:
             yield
-        except (OSError, ValueError, KeyError, TypeError) as error:  # pyarrow raises these
+        except (pa.ArrowException, OSError, ValueError, KeyError, TypeError) as error:
             why = (str(error).splitlines() or [type(error).__name__])[0]
             raise BadInput(
                 f"{self.path}: cannot be read ({why}); repeat its trace with --overwrite"

@@ -523,7 +523,7 @@ def stretches(frame: Any, file: Path, shape: Shape) -> Iterator[Stretch]:
 
 def check_columns(frame: Any, file: Path) -> None:
     """Reject a table that lacks a column, or has one of another kind."""
-    choices = ("expert",) if "expert" in frame and "experts" not in frame else ()
+    choices = ("expert", "slot") if "expert" in frame and "experts" not in frame else ()
     missing = [name for name in ("document", "position", "layer") if name not in frame]
     missing += [] if choices or "experts" in frame else ["experts"]
     if missing:
@@ -571,6 +571,8 @@ def parquet_frame(file: Path) -> Any:
             rows = opened.metadata.num_rows
             raise BadInput(f"{file}: {rows:,} rows, at most {MOST_ROWS:,} can be counted; give a part of it")
         wanted = [name for name in opened.schema_arrow.names if name in COLUMNS]
+        if len(set(wanted)) < len(wanted):
+            raise BadInput(f"{file}: a column appears twice in {', '.join(wanted)}; name every column once")
         return opened.read(columns=wanted).to_pandas()
     except (pa.ArrowException, OSError, ValueError, TypeError) as error:
         why = (str(error).splitlines() or [type(error).__name__])[0]
