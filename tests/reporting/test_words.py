@@ -41,6 +41,17 @@ def test_words_of_a_scan_follow_the_verdicts_of_its_layers(planted_run, layers, 
     assert words["Mean absolute ambiguity"] == ambiguous
 
 
+def test_no_more_layers_beyond_chance_than_random_ones_are_at_chance(planted_run):
+    view = views(planted_run)[0]
+    tables = {}
+    for name, frame in view.tables.items():  # layer 3 beats chance among 41 copies of layer 0, which does not
+        random = [frame[frame["layer"] == 0].assign(layer=layer) for layer in (0, *range(10, 50))]
+        tables[name] = pd.concat([*random, frame[frame["layer"] == 3]], ignore_index=True)
+    first, *_ = numbers = key_numbers(replace(view, tables=tables))
+    assert first.value == 1 < 42 * 0.05 <= first.chance
+    assert [key.word for key in numbers[:3]] == ["at chance"] * 3
+
+
 def recorded(folder, chosen) -> Run:
     """A trace of the chosen experts alone, (documents, tokens, layers, k): no logits, no token ids."""
     lines = [json.dumps({"choices": [{"routed_experts": document.tolist()}]}) for document in chosen]

@@ -139,29 +139,30 @@ def key_numbers(view: View) -> list[KeyNumber]:
         tests, layers = view.tables["alignment_tests"], view.layers
         verdicts = verdict_layers(view)
         identifying, better = (len(verdicts.get(name, [])) for name in ("identifying", "non_random"))
-        ambiguity = view.tables["ambiguity"]
+        ambiguity, word = view.tables["ambiguity"], alignment_word(view)
+        accuracy, chance = tests["best_accuracy"].median(), tests["chance_accuracy"].median()
         numbers = [
             KeyNumber(
                 "Layers that fit beyond chance",
                 identifying + better,
                 false_positives(view),
-                f"of {len(layers)}, {identifying} identify their experts",
-                word=alignment_word(view),
+                f"of {len(layers)}, {identifying} identifying",
+                word=word,
                 reference="by chance at most",
                 most=len(layers),
             ),
             KeyNumber(
                 "Median best argmax accuracy",
-                tests["best_accuracy"].median(),
-                tests["chance_accuracy"].median(),
-                word=alignment_word(view),
+                accuracy,
+                chance,
+                word=word if accuracy > chance else "at chance",
                 most=1.0,
             ),
             KeyNumber(
                 "Mean absolute ambiguity",
                 ambiguity["absolute_score"].mean(),
                 ambiguity["absolute_chance"].mean(),
-                word="below chance" if len(ranked_layers(view.tables)) else "at chance",
+                word="at chance" if word == "at chance" else "below chance",
                 most=1.0,
             ),
         ]
@@ -184,8 +185,13 @@ def key_numbers(view: View) -> list[KeyNumber]:
 
 
 def alignment_word(view: View) -> str:
-    """One word for the layers' verdicts: aligned where most of them identify their experts."""
+    """One word for the layers' verdicts: aligned where most of them identify their experts.
+
+    At chance where no more layers beat it than random layers would.
+    """
     layers = verdict_layers(view)
+    if sum(len(found) for verdict, found in layers.items() if verdict != "chance") <= false_positives(view):
+        return "at chance"
     if 2 * len(layers.get("identifying", [])) > len(view.layers):
         return "aligned"
     return "beyond chance" if set(layers) - {"chance"} else "at chance"

@@ -75,10 +75,11 @@ M.map = (() => {
     title.textContent = measure.title;
     caption.textContent = measure.caption;
     const room = Math.floor(frame.getBoundingClientRect().width);
-    // strips as long as they leave half of the room, and 6 px per expert, to the map
+    // strips as long as they leave half of the room, and 6 px per expert, to the map; none where it scrolls
+    const smallest = room < 700 ? SMALLEST : 2;
     const strips = data.strips.filter((strip) => M.selected.matches(strip)).slice(0, 3)
-      .filter((_, i) => room - LABEL - (i + 1) * (STRIP + GAP) >= Math.max(room / 2, 6 * measure.experts));
-    const width = Math.max(room, LABEL + measure.experts * (room < 700 ? SMALLEST : 2));
+      .filter((_, i) => room - LABEL - (i + 1) * (STRIP + GAP) >= Math.max(room / 2, Math.max(6, smallest) * measure.experts));
+    const width = Math.max(room, LABEL + measure.experts * smallest);
     const rows = measure.layers.length;
     const cellHeight = Math.max(7, Math.min(34, Math.floor(Math.max(window.innerHeight - 430, 300) / rows)));
     const right = strips.length * (STRIP + GAP);
