@@ -35,7 +35,7 @@ def test_words_of_a_scan_follow_the_verdicts_of_its_layers(planted_run, layers, 
     tables = {name: frame[frame["layer"].isin(layers)] for name, frame in view.tables.items()}
     numbers = key_numbers(replace(view, tables=tables))
     words = {key.name: key.word for key in numbers}
-    assert numbers[0].value == len({1, 2, 3} & set(layers))
+    assert numbers[0].value == len({1, 2, 3, 4} & set(layers))
     assert words["Layers that fit beyond chance"] == aligned
     assert words["Median best argmax accuracy"] == aligned
     assert words["Mean absolute ambiguity"] == ambiguous

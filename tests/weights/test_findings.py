@@ -12,8 +12,16 @@ from checkpoints import tiny_config, tiny_tensors, write_checkpoint
 from moescope.plotting.style import number
 from moescope.weights import report_findings as words
 from moescope.weights.figures import ACROSS_LAYERS
-from moescope.weights.report import across_table, layer_section, layer_table, most_ambiguous, summary
+from moescope.weights.report import (
+    across_table,
+    key_numbers,
+    layer_section,
+    layer_table,
+    most_ambiguous,
+    summary,
+)
 from moescope.weights.report_findings import views
+from moescope.weights.tables import COLUMNS
 from moescope.weights.verb import scan
 
 
@@ -252,3 +260,71 @@ def test_other_matrices_of_a_run_speak_for_themselves(tmp_path):
         text.startswith("Down matrices: collapsed experts") and "1 and 3 of layer 0 (1)" in text
         for text in sentences
     )
+
+
+def shared_direction(folder):
+    """Two layers whose rows fit their experts; in layer 0 a vector common to all rows hides it."""
+    tensors = tiny_tensors(layers=2, experts=6, d_model=64, d_ff=64)
+    for layer in range(2):
+        rows = tensors[f"model.layers.{layer}.block_sparse_moe.gate.weight"]
+        for expert in range(6):
+            weight = tensors[f"model.layers.{layer}.block_sparse_moe.experts.{expert}.w1.weight"]
+            own = np.random.default_rng(10 * layer + expert).standard_normal(64)
+            own /= np.linalg.norm(own)
+            weight += 100 * weight.new_tensor(np.outer(np.ones(64) / 8, own))
+            rows[expert] = rows.new_tensor(own)
+        if layer == 0:
+            rows += 40 * rows.new_tensor(np.random.default_rng(99).standard_normal(64))
+    path = write_checkpoint(folder / "model", tensors, tiny_config(layers=2, experts=6))
+    return scan(path, router="raw,centered", out=folder / "run", quiet=True)
+
+
+def test_layers_whose_verdict_depends_on_a_vector_common_to_all_rows_are_named_among_the_first(tmp_path):
+    run = shared_direction(tmp_path)
+    raw, centered = views(run)
+    assert words.verdict_layers(raw) == {"chance": [0], "identifying": [1]}
+    assert words.verdict_layers(centered) == {"identifying": [0, 1]}
+    shown = summary(run).findings
+    (place,) = [index for index, text in enumerate(shown) if "softmax" in text]
+    assert place < 5
+    assert re.findall(r"layers? (\d+(?: and \d+)?)", shown[place]) == ["0"]
+    assert shown[place].place["scan"] == centered.label
+    (answer,) = [index for index, text in enumerate(shown) if text.startswith("Gate, centered router")]
+    assert answer == place + 1
+
+
+def test_views_with_the_same_verdicts_are_not_said_to_differ(planted_run):
+    raw, centered = views(planted_run)
+    assert words.verdict_layers(raw) == words.verdict_layers(centered)
+    assert not [text for text in summary(planted_run).findings if "softmax" in text]
+
+
+def test_the_verdict_is_given_with_accuracy_chance_and_the_largest_p_of_the_layers_that_beat_chance(raw):
+    tests = raw.tables["alignment_tests"].set_index("layer").loc[[1, 2, 3]]
+    text = words.verdict_finding(raw)
+    accuracy, chance = tests["best_accuracy"], tests["chance_accuracy"]
+    assert accuracy.min() < accuracy.max()
+    assert f"{number(accuracy.min())} to {number(accuracy.max())} (chance" in text
+    levels = re.search(r"\(chance: ([\d.]+)(?: to ([\d.]+))?\)", text).groups()
+    assert float(levels[0]) == pytest.approx(chance.min(), rel=5e-3)
+    assert float(levels[1] or levels[0]) == pytest.approx(chance.max(), rel=5e-3)
+    assert f"p at most {number(tests['p_value'].max())} against all 40,320 pairings" in text
+
+
+def test_where_no_layer_beats_chance_the_smallest_p_is_given(tmp_path):
+    view = scanned(tmp_path, tiny_tensors(layers=2, experts=5, seed=1), layers=2, experts=5)
+    assert set(words.verdict_layers(view)) == {"chance"}
+    smallest = view.tables["alignment_tests"]["p_value"].min()
+    assert f"p at least {number(smallest)} against all 120 pairings" in words.verdict_finding(view)
+
+
+def test_the_card_of_layers_beyond_chance_counts_the_verdicts_that_its_chance_level_counts(raw):
+    """Layers 1 to 4 get another verdict than chance; 0.05 + 0.01 per layer of 8 experts."""
+    card = key_numbers(raw)[0]
+    assert (card.value, card.chance) == (4, pytest.approx(5 * 0.06))
+    assert f"at most {number(card.chance)}" in words.verdict_finding(raw)
+
+
+def test_the_meanings_of_p_and_best_k_say_that_p_is_over_all_k():
+    assert "all k" in COLUMNS["p_value"].meaning
+    assert "p_value" in COLUMNS["best_k"].meaning

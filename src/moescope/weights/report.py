@@ -138,15 +138,16 @@ def key_numbers(view: View) -> list[KeyNumber]:
     if view.has_rows:
         tests, layers = view.tables["alignment_tests"], view.layers
         verdicts = verdict_layers(view)
-        identifying, better = (len(verdicts.get(name, [])) for name in ("identifying", "non_random"))
+        identifying, permuted = (len(verdicts.get(name, [])) for name in ("identifying", "permuted"))
         ambiguity, word = view.tables["ambiguity"], alignment_word(view)
         accuracy, chance = tests["best_accuracy"].median(), tests["chance_accuracy"].median()
         numbers = [
             KeyNumber(
                 "Layers that fit beyond chance",
-                identifying + better,
+                len(layers) - len(verdicts.get("chance", [])),
                 false_positives(view),
-                f"of {len(layers)}, {identifying} identifying",
+                f"of {len(layers)}, {identifying} identifying"
+                + (f", {permuted} in another order" if permuted else ""),
                 word=word,
                 reference="by chance at most",
                 most=len(layers),

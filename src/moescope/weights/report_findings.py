@@ -144,16 +144,24 @@ def coverages(run: Run) -> list[Coverage]:
 
 
 def headline(all_views: list[View], of_first: list[str]) -> list[str]:
-    """The first view's findings, and where other views of the run differ."""
+    """The first view's findings, and where other views of the run differ.
+
+    Where raw and centered rows differ, that and the next view's verdicts stand right after the first finding.
+    """
     first, *rest = all_views
     sentences = list(of_first)
     if rest and first.has_rows:
         sentences[0] = Finding(f"{capital(first.label)}: {lower(sentences[0])}", figure="accuracy_by_k")
     same = [view for view in rest if first.has_rows and verdict_layers(view) == verdict_layers(first)]
     others = [view for view in rest if first.has_rows and verdict_layers(view) != verdict_layers(first)]
+    alternatives = []
     for other in others[:NAMED_AT_MOST]:
-        text = f"{capital(other.label)}: {lower(verdict_sentence(other.tables))}."
-        sentences.append(Finding(text, figure="accuracy_by_k", scan=other.label))
+        text = f"{capital(other.label)}: {lower(verdict_sentence(other.tables))}. {strength(other)}"
+        alternatives.append(Finding(text, figure="accuracy_by_k", scan=other.label))
+    if contrast := centering_finding(all_views):
+        sentences[1:1] = [contrast, *alternatives[:1]]
+        alternatives = alternatives[1:]
+    sentences += alternatives
     seen = {first.keys["matrix"]}
     for view in rest:
         if (matrix := view.keys["matrix"]) not in seen:
@@ -170,6 +178,34 @@ def headline(all_views: list[View], of_first: list[str]) -> list[str]:
         text = f"{len(others) - NAMED_AT_MOST} more views have other verdicts; see Side by side."
         sentences.append(Finding(text, figure="compare_accuracy"))
     return sentences
+
+
+def centering_finding(all_views: list[View]) -> Finding | None:
+    """Layers whose verdict differs between raw and centered rows; a scan centers softmax routers only."""
+    named, label = [], ""
+    groups: dict[tuple[Any, ...], dict[str, View]] = {}
+    for view in all_views:
+        if view.has_rows:
+            key = (view.keys["step"], view.keys["matrix"])
+            groups.setdefault(key, {})[view.keys["router"]] = view
+    for (_, matrix), pair in groups.items():
+        if {"raw", "centered"} <= set(pair):
+            raw, centered = (
+                pair[name].tables["alignment_tests"].set_index("layer")["verdict"].sort_index()
+                for name in ("raw", "centered")
+            )
+            if differing := raw.index[raw != centered].tolist():
+                step = pair["centered"].label.rpartition(" · ")[0]
+                where = ", ".join([*([step] if step else []), f"{matrix} matrices"])
+                named.append(named_layers(differing) + (f" ({where})" if len(groups) > 1 else ""))
+                label = label or pair["centered"].label
+    if not named:
+        return None
+    text = (
+        f"Raw and centered router rows get different verdicts in {examples(named)}. These routers use a "
+        "softmax, which ignores a vector common to all rows: the centered view is the one that matters."
+    )
+    return Finding(text, figure="compare_accuracy", scan=label)
 
 
 def lower(sentence: str) -> str:
@@ -208,9 +244,31 @@ def verdict_finding(view: View) -> Finding:
     if not tested:
         text = f"{start}3 experts have only 6 pairings, so no p can be below 1/6."
         return Finding(text, figure="accuracy_by_k")
-    text = f"{start}False positives expected among {tested} random layers: at most "
-    text += f"{number(false_positives(view))}."
+    level = number(false_positives(view))
+    text = f"{start}{strength(view)} False positives expected among {tested} random layers: at most {level}."
     return Finding(text, figure="accuracy_by_k")
+
+
+def strength(view: View) -> str:
+    """Best accuracy and p of the layers that beat chance, or of all layers where none does."""
+    tests = view.tables["alignment_tests"]
+    beat = tests[tests["verdict"].isin(["identifying", "non_random"])]
+    rows = tests if beat.empty else beat
+    level = span(rows["chance_accuracy"])  # unknown in older runs
+    chance = "" if rows["chance_accuracy"].isna().any() else f" (chance: {level})"
+    ps = rows["p_value"]
+    p = f"p at least {number(ps.min())}" if beat.empty else f"p at most {number(ps.max())}"
+    counts = rows["n_pairings"].unique()
+    count = f"{counts[0]:,} " if len(counts) == 1 else ""
+    against = f"{'all' if rows['exact'].all() else 'sampled'} {count}pairings"
+    who = "" if beat.empty or len(beat) == len(tests) else f" of {named_layers(sorted(beat['layer']))}"
+    return f"Best accuracy{who}: {span(rows['best_accuracy'])}{chance}, {p} against {against}."
+
+
+def span(values: pd.Series) -> str:
+    """ "0.5 to 0.875", or one number where both ends are written alike."""
+    low, high = number(values.min()), number(values.max())
+    return low if low == high else f"{low} to {high}"
 
 
 def false_positives(view: View) -> float:

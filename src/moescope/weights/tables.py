@@ -198,7 +198,8 @@ COLUMNS: dict[str, Column] = {
     # --- tests
     "best_k": Column(
         "int",
-        "k with the highest argmax accuracy, ties to the smallest; degenerate ks excluded.",
+        "k with the highest argmax accuracy, ties to the smallest; degenerate ks excluded. p_value and "
+        "p_accuracy are not p at this k: they are over all k.",
         title="best k",
     ),
     "best_accuracy": Column(
@@ -217,7 +218,7 @@ COLUMNS: dict[str, Column] = {
     "p_value": Column(
         "float",
         "Share of random pairings of the layer's router rows and experts that match as well as the stored "
-        "one.",
+        "one, each at the k where it matches best: over all k, not at best_k.",
         "share of pairings with maxₖ Z ≥ observed maxₖ Z; (b+1)/(m+1) when pairings are sampled",
         worst="1",
         chance="uniform or larger",
