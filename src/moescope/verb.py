@@ -189,8 +189,8 @@ class Measure:
     """A colour of the layers x experts map: one value per layer and expert, with its chance level.
 
     `frame` has the columns layer, expert, value; where they apply also chance, low and high (an interval of
-    the value), beyond (whether it exceeds chance), mark (experts to cross out) and cluster (an expert's place
-    in an order of its layer that puts related experts side by side).
+    the value), noise (its standard deviation by chance), beyond (whether it exceeds chance), mark (experts to
+    cross out) and cluster (an expert's place in an order of its layer that puts related ones side by side).
     """
 
     name: str

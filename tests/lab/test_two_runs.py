@@ -120,3 +120,63 @@ def test_another_run_is_selected_with_its_parts(page, two):
     expect(page.locator(".card", has_text="Validation loss")).to_contain_text(f"{loss:.3g}")
     runs = page.evaluate("['train', 'scan', 'trace'].map((verb) => M.data.runs[M.selected.run(verb)].root)")
     assert runs == [1, 1, 1]
+
+
+def test_two_runs_need_no_scrolling_and_a_tab_shows_the_findings_beyond_five(page, two):
+    expect(page.locator("canvas")).to_be_visible()
+    expect(page.locator("#tab-overview .plot.drawn")).to_be_visible()
+    assert page.evaluate("document.documentElement.scrollHeight") <= 900
+    assert page.locator("details.warnings[open], details.notice[open]").count() == 0
+    page.locator("#tabs a[data-tab=routing]").click()
+    more = page.locator("#tab-routing details.tab-findings")
+    shown = int(more.locator("summary").inner_text().split()[0])
+    assert shown == more.locator("ul > li").count() > 0
+
+
+def test_a_scale_of_differences_is_anchored_to_the_noise(page, two, trained_run: Run):
+    """Of a cosine between random directions the standard deviation is 1/√d."""
+    page.goto(page.url.split("#")[0] + "#/weights?layer=1")
+    figure = bring(page, "cosine_heatmap")
+    trace = figure.locator(".plot").evaluate("plot => ({ end: plot.data[0].zmax, z: plot.data[0].z })")
+    width = int(trained_run.parts["scan"].table("spectra")["rank"].max())  # d_ff exceeds d_model
+    noise = np.sqrt(2 / width)
+    largest = np.abs(np.array(trace["z"], float)).max()
+    assert trace["end"] == pytest.approx(max(largest, 3 * noise), rel=1e-4)
+    expect(figure.locator(".caption")).to_contain_text(f"noise ({noise:.3g})")
+
+
+def test_the_difference_of_two_maps_of_ratios_is_a_ratio(page, two, trained_run: Run):
+    page.locator("#tabs a[data-tab=training]").click()
+    figure = bring(page, "expert_by_step")
+    shown = figure.locator(".plot").evaluate("plot => plot.data[0].customdata.map((row) => row.at(-1))")
+    times = []
+    for run in (trained_run, two[1]):
+        load = run.table("load")
+        last = (
+            load[(load["layer"] == 0) & (load["step"] == load["step"].max())]
+            .groupby("expert")["tokens"]
+            .sum()
+        )
+        times.append(np.clip(last / last.mean(), 1 / 8, 8))
+    ratios = (times[0] / times[1]).to_numpy()
+    assert np.array(shown, float) == pytest.approx(ratios, rel=0.01)
+    ticks = figure.locator(".plot").evaluate("plot => plot.data[0].colorbar.ticktext")
+    assert "1" in ticks
+    expect(figure.locator(".caption")).to_contain_text("divided by")
+
+
+def test_runs_of_several_verbs_are_paired_verb_by_verb(browser, two, trained_run: Run, tmp_path):
+    pairs = [[run.parts[verb] for run in (trained_run, two[1])] for verb in ("scan", "trace")]
+    report(*pairs[0], *reversed(pairs[1]), out=tmp_path / "four.html")  # the second pair in another order
+    page = browser.new_page(viewport={"width": 1400, "height": 900})
+    page.goto((tmp_path / "four.html").as_uri())
+    expect(page.locator("canvas")).to_be_visible()
+    for run, name in enumerate((trained_run.name, two[1].name)):
+        page.locator("#top select[data-state=run]").select_option(str(run))
+        sides = page.evaluate(
+            "['scan', 'trace'].map((verb) => ['run', 'vs'].map((key) => M.selected.run(verb, key)))"
+        )
+        names = page.evaluate("M.data.runs.map((run) => run.name)")
+        assert [names[mine].split("/")[0] for mine, _ in sides] == [name, name]
+        assert all(mine != other is not None for mine, other in sides)
+    page.close()

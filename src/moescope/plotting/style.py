@@ -295,6 +295,7 @@ def heatmap(
         "ygap": 1 if len(y) <= 32 else 0,
         "colorbar": {"title": {"text": label, "side": "right"}, "thickness": 12, "outlinewidth": 0},
         "hovertemplate": f"{axes[0]} %{{x}}<br>{axes[1]} %{{y}}<br>{label} %{{z:.4g}}<extra></extra>",
+        "meta": {"noise": noise} if noise and diverging else None,  # for the difference of two runs
     }
     if text and len(x) <= 16:
         trace["texttemplate"] = "%{z:.2f}"
@@ -327,6 +328,7 @@ def ratio_heatmap(
     with np.errstate(divide="ignore", invalid="ignore"):
         doublings = np.clip(np.log2(times), -end, end)
     trace = heatmap(doublings, list(x), list(y), diverging=True, bound=end, label=label)
+    trace["meta"] = {"doublings": True}
     trace["colorbar"] |= {
         "tickvals": ticks,
         "ticktext": [("≤ " if tick == -end else "≥ " if tick == end else "") + names[tick] for tick in ticks],

@@ -49,12 +49,10 @@ def page_content(runs: list[Run]) -> dict[str, Any]:
     overview = page.map_data()
     layers = {layer for measure in overview["measures"] for layer in measure["layers"]}
     data = {
-        "title": page_title(page.runs)
-        if len(page.roots) == 1
-        else listed([page.names[run.path] for run in page.roots]),
-        "shape": shape_words(page.runs),
+        "title": page_title(page.runs) if len(page.roots) == 1 else listed(page.side_names()),
+        "shape": shape_words(page.runs) if len(page.roots) == 1 else "",
         "runs": [page.run_data(run) for run in page.runs],
-        "roots": [page.names[run.path] for run in page.roots],
+        "roots": page.side_names(),
         "tabs": page.tabs(),
         "map": page.keep("map", overview),
         "layers": sorted(layers),
@@ -92,9 +90,11 @@ class Page:
         parts = {run.path: list(run.parts.values()) if run.verb.parts else [] for run in runs}
         inner = {part.path.resolve() for inside in parts.values() for part in inside}
         self.roots = [run for run in runs if run.path.resolve() not in inner] or runs
+        self.sides = sides_of(self.roots)
         self.root = {
             run.path.resolve(): index
-            for index, root in enumerate(self.roots)
+            for index, side in enumerate(self.sides)
+            for root in side
             for run in (root, *parts[root.path])
         }
         self.payloads: dict[str, Any] = {}
@@ -108,6 +108,17 @@ class Page:
         """Keep a payload and return its name."""
         self.payloads[name] = value
         return name
+
+    def side_names(self) -> list[str]:
+        """Name every side after its run; one of several runs after their folder or model if those differ."""
+        names = [" + ".join(self.names[run.path] for run in side) for side in self.sides]
+        folders = [{run.path.resolve().parent.name for run in side} for side in self.sides]
+        models = [{Path(path).name for run in side for path in model_of(run)} for side in self.sides]
+        for known in (folders, models):
+            shared = [next(iter(names_)) for names_ in known if len(names_) == 1]
+            if all(len(side) > 1 for side in self.sides) and len(set(shared)) == len(self.sides):
+                return shared
+        return names
 
     def number(self, run: Run) -> int:
         return self.runs.index(run)
@@ -263,6 +274,32 @@ class Page:
         return found
 
 
+def model_of(run: Run) -> list[str]:
+    return [item["path"] for item in run.info.get("checkpoints") or []]
+
+
+def folder_of(run: Run) -> list[str]:
+    return [str(run.path.resolve().parent)]
+
+
+def sides_of(runs: list[Run]) -> list[list[Run]]:
+    """Return what is compared with each other: single runs; where several verbs have equally many runs, one
+    run per verb, those of one folder or model together, else in the order given."""
+    groups: dict[str, list[Run]] = {}
+    for run in runs:
+        groups.setdefault(run.verb.name, []).append(run)
+    first, *others = groups.values()
+    if not others or len(first) == 1 or any(len(group) != len(first) for group in others):
+        return [[run] for run in runs]
+    for group in others:
+        for key in (folder_of, model_of):
+            wanted, found = [key(run) for run in first], [key(run) for run in group]
+            if sorted(found) == sorted(wanted) and all(wanted.count(item) == 1 for item in wanted):
+                group[:] = [group[found.index(item)] for item in wanted]
+                break
+    return [list(side) for side in zip(first, *others, strict=True)]
+
+
 def summary_of(run: Run) -> Summary:
     if run.verb.summary is None:
         raise BadInput(f"{run.path}: a run of {run.verb.name!r} has no report; give another folder")
@@ -307,7 +344,7 @@ def measure_payload(measure: Measure) -> dict[str, Any]:
         "experts": width,
         **{
             name: matrix(frame[name].astype(float))
-            for name in ("value", "chance", "low", "high", "beyond", "mark", "cluster")
+            for name in ("value", "chance", "low", "high", "noise", "beyond", "mark", "cluster")
             if name in frame
         },
     }

@@ -51,7 +51,8 @@ def view_measures(view: View) -> Iterator[Measure]:
     times = load["tokens"] / even.where(even > 0)
     low, high = random_range(tokens, share.to_numpy(float), FAMILY_WISE / max(len(load), 1))
     outside = (load["tokens"] < low) | (load["tokens"] > high)
-    frame = pd.DataFrame({"value": times, "chance": 1.0, "beyond": outside})
+    spread = np.sqrt(even * (1 - share)) / even.clip(lower=1e-12)
+    frame = pd.DataFrame({"value": times, "chance": 1.0, "noise": spread, "beyond": outside})
     least, most = ((counts / even)[even >= even.median() / 10] for counts in (low, high))
     if len(order := clusters(view)):
         frame["cluster"] = order.reindex(frame.index)

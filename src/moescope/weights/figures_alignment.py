@@ -76,6 +76,7 @@ def compact(trace: Trace) -> Trace:
     return {
         **trace,
         "z": np.round(z * 10.0**power).astype(np.int16),
+        "meta": {**trace.get("meta", {}), "unit": 10.0**-power},
         "zmin": ends[0] * 10.0**power,
         "zmax": ends[1] * 10.0**power,
         "colorbar": {**trace["colorbar"], **axis},

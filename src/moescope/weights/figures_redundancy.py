@@ -72,7 +72,15 @@ def cosine_heatmap(tables: Tables) -> Figure:
         orders.append([str(experts[place]) for place in similarity_order(matrix)])
         axes = ("expert", "expert")
         trace = heatmap(
-            matrix, experts, experts, diverging=True, bound=1.0, label="cos", axes=axes, text=True
+            matrix,
+            experts,
+            experts,
+            diverging=True,
+            bound=1.0,
+            noise=widths[layer] ** -0.5,
+            label="cos",
+            axes=axes,
+            text=True,
         )
         data.append(compact(trace))
         off = np.abs(matrix - np.eye(len(matrix)))

@@ -36,7 +36,13 @@ def view_measures(view: View) -> Iterator[Measure]:
         yield Measure(
             "alignment",
             "Alignment above random pairing",
-            frame_of(rows, "delta_vs_shuffle", chance=0.0, beyond=rows["identified"].astype(bool)),
+            frame_of(
+                rows,
+                "delta_vs_shuffle",
+                chance=0.0,
+                noise=rows["shuffle_std"],
+                beyond=rows["identified"].astype(bool),
+            ),
             "",
             "Alignment of a router row with its own expert, minus the mean over all pairings, at the layer's "
             "best k. Beyond chance: the row finds its own expert.",
@@ -102,6 +108,7 @@ def redundancy(view: View) -> Measure:
             closest.rename(columns={"cosine": "value"}),
             "value",
             chance=closest["layer"].map(chance),
+            noise=closest["layer"].map({layer: widths[layer] ** -0.5 for layer in chance}),
             cluster=clusters(view.tables["similarity"])
             .reindex(pd.MultiIndex.from_frame(closest[["layer", "expert"]]))
             .to_numpy(),

@@ -105,6 +105,14 @@ M.number = (value, digits = 3) => {
   const parse = (color) => (color[0] === "#" ? [1, 3, 5].map((at) => parseInt(color.slice(at, at + 2), 16)) : color.match(/[\d.]+/g).slice(0, 3).map(Number));
   // a diverging scale by theme: its middle is the page's background, its ends stand out from it
   M.DIVERGING = { light: ["#2166ac", "#92c5de", "#f7f7f7", "#f4a582", "#b2182b"], dark: ["#6aaee8", "#2d5f8f", "#2b3138", "#96503a", "#f08c6c"] };
+  // The end of a scale of differences: the largest, and at least 3 standard deviations of the noise, which then looks pale.
+  M.anchored = (differences, noises, unit = "") => {
+    const sizes = differences.filter(Number.isFinite).map(Math.abs);
+    const known = noises.filter((value) => Number.isFinite(value) && value > 0).sort((a, b) => a - b);
+    const noise = known[known.length >> 1] ?? 0;
+    const words = noise ? `the scale reaches at least 3 standard deviations of the noise (${M.number(noise)}${unit})` : "no noise level is known, and the scale ends at the largest difference";
+    return { end: Math.max(...sizes, 3 * noise, 1e-12), noise, words };
+  };
   M.blend = (scale, at) => {
     const place = Math.min(Math.max(at, 0), 1);
     const next = Math.max(1, scale.findIndex(([end]) => end >= place));

@@ -61,11 +61,13 @@
     return make("div", { class: "empty-tab" }, make("h2", {}, `${tab.title}: no data in this report`), make("p", {}, "This command fills it:"), make("pre", { class: "command" }, tab.command));
   }
   async function build(tab, panel) {
-    if (tab.name === "overview") return M.overview(panel);
+    if (tab.name === "overview") return M.overview.panel(panel);
     if (tab.name === "methods") return M.fillMethods(panel);
     if (tab.name === "experts" && filled(tab)) return M.experts.page(panel);
     if (!filled(tab)) return panel.append(empty(tab));
-    panel.append(...tab.sections.map((entry) => M.sections.element(entry)));
+    const more = make("div", { class: "findings-box" });
+    panel.findings = () => more.replaceChildren(...M.overview.findingsOf(tab.name));
+    panel.append(more, ...tab.sections.map((entry) => M.sections.element(entry)));
   }
   // The panel of a tab, built when it is first needed; the overview stands first, for print.
   function panelOf(tab) {
@@ -87,6 +89,7 @@
     const panel = panelOf(tab);
     for (const other of panels.values()) other.hidden = other !== panel;
     await panel.ready;
+    panel.findings?.();
     M.sections.show(panel.below ?? panel);
     M.map.refresh();
     const moved = ["tab", "figure", "section"].some((key) => state[key] !== before?.[key]);

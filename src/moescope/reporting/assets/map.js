@@ -29,11 +29,14 @@ M.map = (() => {
       const row = baseline.value[baseline.layers.indexOf(layer)] ?? [];
       return measure.value[i].map((cell, j) => (cell === null || row[j] === null || row[j] === undefined ? null : ratio ? cell / row[j] : cell - row[j]));
     });
-    const sizes = value.flat().filter((cell) => cell !== null && Number.isFinite(cell)).map(Math.abs);
-    const widest = Math.max(...sizes, 1e-12);
-    return { ...measure, value, chance: undefined, beyond: undefined, mark: undefined, middle: ratio ? 1 : 0, limits: ratio ? [0.5, 2] : [-widest, widest],
+    // the noise of a difference, and of a ratio of values near 1
+    const deviation = (item, row, j) => item.noise?.[row]?.[j] ?? (item.high?.[row]?.[j] - item.low?.[row]?.[j]) / 3.92;
+    const noises = measure.layers.flatMap((layer, i) => measure.value[i].map((_, j) => Math.hypot(deviation(measure, i, j), deviation(baseline, baseline.layers.indexOf(layer), j))));
+    const { end, noise, words } = M.anchored(ratio ? [] : value.flat().filter((cell) => cell !== null), noises, ratio ? ", relative" : "");
+    const fold = Math.max(2, Math.exp(3 * noise));
+    return { ...measure, value, chance: undefined, beyond: undefined, mark: undefined, middle: ratio ? 1 : 0, limits: ratio ? [1 / fold, fold] : [-end, end],
       unit: ratio ? "× " + M.data.roots[M.selected.root("vs")] : measure.unit, title: `${measure.title}: change`,
-      caption: `${M.data.roots[M.selected.root("run")]} ${ratio ? "divided by" : "minus"} ${M.data.roots[M.selected.root("vs")]}.` };
+      caption: `${M.data.roots[M.selected.root("run")]} ${ratio ? "divided by" : "minus"} ${M.data.roots[M.selected.root("vs")]}; ${ratio && !noise ? `the scale ends at a factor of ${fold}` : words}.` };
   }
   function shown() {
     const measure = chosen();

@@ -60,7 +60,8 @@ M.overview = (() => {
     const lines = entries.map(({ head, text, place, run }) => make("div", {}, link(tag([run]), place), text.slice(head.length).replace(/^:/, "")));
     return make("li", {}, entries[0].head, ...lines);
   }
-  function findings() {
+  // The findings of the selected runs: at most five that stand first, and the rest.
+  function ordered() {
     const pairs = shown();
     const compared = M.selected.root("vs") !== null ? together.map(({ text, place, tab }) => [{ head: headOf(text), text, place: { tab, ...place }, run: null }]) : [];
     // what compares the runs stands for what each says under the same head
@@ -69,7 +70,10 @@ M.overview = (() => {
     const first = lists.map((list) => list.filter(([entry]) => !heads.has(entry.head)));
     const some = compared.slice(0, 5);
     for (let turn = 0; some.length < 5 && first.some((list) => list.length > turn); turn++) for (const list of first) if (list[turn] && some.length < 5) some.push(list[turn]);
-    const rest = [...compared, ...lists.flat()].filter((entry) => !some.includes(entry));
+    return { some, rest: [...compared, ...lists.flat()].filter((entry) => !some.includes(entry)) };
+  }
+  function findings() {
+    const { some, rest } = ordered();
     const box = [make("h2", {}, "Findings"), make("ol", {}, ...some.map(line))];
     if (rest.length) box.push(make("details", {}, make("summary", {}, `${rest.length} more`), make("ol", { start: some.length + 1 }, ...rest.map(line))));
     return box;
@@ -81,19 +85,28 @@ M.overview = (() => {
     for (const pair of shown()) for (const run of pair) for (const text of run.warnings) lines.set(text, [...(lines.get(text) ?? []), run.index]);
     if (!lines.size) return [];
     const list = [...lines].map(([text, of]) => make("li", {}, tag(of), text));
-    return [make("details", { class: "warnings", open: lines.size < 3 }, make("summary", {}, `${lines.size} ${lines.size === 1 ? "warning" : "warnings"}`), make("ul", {}, ...list))];
+    return [make("details", { class: "warnings", open: lines.size < 3 && alone() }, make("summary", {}, `${lines.size} ${lines.size === 1 ? "warning" : "warnings"}`), make("ul", {}, ...list))];
   }
+  // of two runs the boxes are folded: both runs' key numbers, map and findings come first
+  const alone = () => M.selected.root("vs") === null;
+  const notice = ({ text, runs: of }) => make("details", { class: "notice", role: "note", open: alone() }, make("summary", {}, tag(of), "Before you pass this page on"), text);
   function coverage() {
     const lines = shown().flat().flatMap((run) => run.coverage.map((words) => make("p", {}, tag([run.index]), words)));
     return make("details", { class: "coverage" }, make("summary", {}, "What was read"), ...lines);
   }
 
-  return async (panel) => {
+  // What a tab shows beyond the first findings.
+  function findingsOf(tab) {
+    const mine = ordered().rest.filter(([entry]) => entry.place.tab === tab);
+    return mine.length ? [make("details", { class: "tab-findings", open: mine.length < 4 }, make("summary", {}, `${mine.length} more ${mine.length === 1 ? "finding" : "findings"}`), make("ul", {}, ...mine.map(line)))] : [];
+  }
+
+  async function fillOverview(panel) {
     const cards = make("div", { class: "cards" });
     const list = make("div", { class: "findings-box" });
     const fill = () => {
       cards.replaceChildren(...keyNumbers());
-      list.replaceChildren(...findings(), ...warnings(), ...notices.map(({ text, runs: of }) => make("p", { class: "notice", role: "note" }, tag(of), text)), coverage());
+      list.replaceChildren(...findings(), ...warnings(), ...notices.map(notice), coverage());
     };
     const map = await M.map.element();
     const below = make("div", { class: "below-map" }, ...tabs[0].sections.map((entry) => M.sections.element(entry)));
@@ -103,5 +116,6 @@ M.overview = (() => {
     panel.below = below;
     fill();
     M.state.onChange(fill);
-  };
+  }
+  return { panel: fillOverview, findingsOf };
 })();

@@ -1,6 +1,7 @@
 // Two runs in one figure: lines of the second are dotted beside those of the first, maps show the difference.
 M.versus = (() => {
   const DIVERGING = [[0, "#2166AC"], [0.25, "#92C5DE"], [0.5, "#F7F7F7"], [0.75, "#F4A582"], [1, "#B2182B"]];
+  const MOST_LINES = 12;
   const name = (key) => M.data.roots[M.selected.root(key)];
 
   // The figure of the run to compare with: same tab, section, layer and name.
@@ -32,13 +33,20 @@ M.versus = (() => {
   function difference(mine, other) {
     const [a, b] = [numbers(mine.z), numbers(other.z)];
     if (a.length !== b.length || a[0]?.length !== b[0]?.length) return null;
-    const z = a.map((row, i) => row.map((cell, j) => (cell === null || b[i][j] === null ? null : cell - b[i][j])));
-    const widest = Math.max(...z.flat().map(Math.abs).filter(Number.isFinite), 1e-12);
+    const units = [mine.meta?.unit ?? 1, other.meta?.unit ?? 1];
+    const z = a.map((row, i) => row.map((cell, j) => (cell === null || b[i][j] === null ? null : cell * units[0] - b[i][j] * units[1])));
     const label = mine.colorbar?.title?.text ?? "value";
-    return { ...mine, z, zmin: -widest, zmax: widest, colorscale: DIVERGING, customdata: undefined, text: undefined, texttemplate: undefined,
+    if (mine.meta?.doublings) return ratio(mine, z, label);
+    const { end, words } = M.anchored(z.flat(), [Math.hypot(mine.meta?.noise ?? NaN, other.meta?.noise ?? NaN)]);
+    return { ...mine, z, zmin: -end, zmax: end, words, colorscale: DIVERGING, customdata: undefined, text: undefined, texttemplate: undefined,
       colorbar: { ...mine.colorbar, tickvals: undefined, ticktext: undefined, title: { ...mine.colorbar?.title, text: `difference in ${label}` } },
       hovertemplate: "%{x}, %{y}: difference %{z:.3g}<extra></extra>" };
   }
+  // Maps of ratios hold doublings: their difference is a ratio again, on the same ticks.
+  const ratio = (mine, z, label) => ({ ...mine, z, text: undefined, texttemplate: undefined, words: "as a ratio, on the scale of one run",
+    customdata: z.map((row) => row.map((cell) => (cell === null ? "–" : M.number(2 ** cell)))),
+    colorbar: { ...mine.colorbar, title: { ...mine.colorbar?.title, text: `ratio of ${label}` } },
+    hovertemplate: "%{x}, %{y}: ratio %{customdata}<extra></extra>" });
 
   // The figure with the other run in it; as it is where the two cannot share one.
   function together(figure, other) {
@@ -48,7 +56,10 @@ M.versus = (() => {
       if (other.data.length !== figure.data.length) return figure;
       const data = figure.data.map((trace, index) => (trace.type === "heatmap" && other.data[index].type === "heatmap" ? difference(trace, other.data[index]) : trace));
       if (data.some((trace) => trace === null)) return figure;
-      const caption = `${name("run")} minus ${name("vs")}; the scale ends at the largest difference.`;
+      const words = data.find((trace) => trace.words)?.words;
+      for (const trace of data) delete trace.words;
+      const over = figure.data.some((trace) => trace.meta?.doublings) ? "divided by" : "minus";
+      const caption = `${name("run")} ${over} ${name("vs")}; ${words}.`;
       return { ...figure, data, caption, slider: figure.slider && { ...figure.slider, captions: figure.slider.values.map(() => caption) } };
     }
     if (figure.slider) return figure;
@@ -56,6 +67,8 @@ M.versus = (() => {
     const reference = (trace) => trace.line?.color === "#8A9099";
     const added = other.data.filter((trace) => ["scatter", "bar"].includes(trace.type) && !(reference(trace) && known.has(trace.name)))
       .map((trace) => ({ ...trace, name: `${trace.name ?? ""} · ${name("vs")}`, opacity: 0.85, ...(trace.type === "bar" ? { marker: { ...trace.marker, pattern: { shape: "/" } } } : { line: { ...trace.line, dash: "dot" }, marker: { ...trace.marker, symbol: "circle-open" } }) }));
+    const lines = [...figure.data, ...added].filter((trace) => trace.type === "scatter" && trace.mode?.includes("lines") && !reference(trace));
+    if (lines.length > MOST_LINES) return { ...figure, caption: `${figure.caption} ${name("run")} alone: with ${name("vs")} it would have ${lines.length} lines.` };
     return { ...figure, data: [...figure.data, ...added], caption: `${figure.caption} Dotted: ${name("vs")}. ${other.caption}` };
   }
   return { counterpart, together };
