@@ -29,7 +29,6 @@ M.map = (() => {
       const row = baseline.value[baseline.layers.indexOf(layer)] ?? [];
       return measure.value[i].map((cell, j) => (cell === null || row[j] === null || row[j] === undefined ? null : ratio ? cell / row[j] : cell - row[j]));
     });
-    // the noise of a difference, and of a ratio of values near 1
     const deviation = (item, row, j) => item.noise?.[row]?.[j] ?? (item.high?.[row]?.[j] - item.low?.[row]?.[j]) / 3.92;
     const noises = measure.layers.flatMap((layer, i) => measure.value[i].map((_, j) => Math.hypot(deviation(measure, i, j), deviation(baseline, baseline.layers.indexOf(layer), j))));
     const { end, noise, words } = M.anchored(ratio ? [] : value.flat().filter((cell) => cell !== null), noises, ratio ? ", relative" : "");
@@ -292,8 +291,7 @@ M.map = (() => {
     fillColours();
     draw();
   }
-  window.addEventListener("resize", refresh);
-  M.theme.changed(refresh);
+  window.addEventListener("resize", refresh); M.theme.changed(refresh);
   M.state.onChange(refresh);
   const layout = () => ({ left: LABEL, top: TOP, cellWidth: geometry.cellWidth, cellHeight: geometry.cellHeight, rows: geometry.measure.layers.length, columns: geometry.measure.experts, orders: geometry.orders });
   // number of experts of a layer
