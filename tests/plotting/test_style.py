@@ -7,8 +7,9 @@ from itertools import pairwise
 import pandas as pd
 import pytest
 
-from moescope.plotting.style import SEQUENTIAL, layer_colorbar, layer_colors
+from moescope.plotting.style import SEQUENTIAL, base_layout, layer_colorbar, layer_colors, lines_or_map
 from moescope.routing.figures_load import usage_by_rank
+from moescope.verb import Figure
 from moescope.weights.figures_alignment import align_against_delta
 
 
@@ -67,3 +68,14 @@ def test_experts_by_load_are_counted_in_whole_ones(experts: int, every: int | No
     load = pd.DataFrame({"layer": 0, "expert": range(experts), "tokens": range(1, experts + 1)})
     rows = pd.DataFrame({"layer": [0], "domain": "", "tokens": 9})
     assert usage_by_rank({"load": load, "routing_layers": rows}).layout["xaxis"].get("dtick") == every
+
+
+@pytest.mark.parametrize(
+    ("low", "reference", "middle"), [(-1.0, 0.0, True), (0.0, 0.0, False), (-1.0, 0.5, False)]
+)
+def test_a_map_of_differences_diverges_from_its_reference_at_zero(low, reference, middle):
+    lines = [{"mode": "lines", "meta": {"layer": layer}, "x": [1, 2], "y": [low, 0.4]} for layer in range(13)]
+    level = {"mode": "lines", "name": "chance", "x": [1, 2], "y": [reference] * 2}
+    figure = Figure("f", "t", "c", (), [*lines, level], base_layout("k", "difference"))
+    (trace,) = lines_or_map(figure).data
+    assert ((trace.get("zmin"), trace.get("zmax")) == (-1, 1)) is middle
