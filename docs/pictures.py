@@ -23,6 +23,7 @@ from typing import Any
 HERE = Path(__file__).parent / "pictures"
 MODEL = "runs/demo/checkpoints/step-800"
 TEXTS = "runs/demo/validation"
+DOMAINS = ("arithmetic", "code", "headers", "prose", "records")
 LARGEST = 200_000  # bytes per picture
 TUNE = Path(__file__).parents[1] / "examples" / "tune.toml"
 # The runs that pictures are taken of, by folder; later ones need the demo's.
@@ -31,8 +32,9 @@ RUNS = {
     "runs/planted": "moescope demo --planted --out runs/planted",
     "runs/tuned": f"moescope train tune.toml --from {MODEL} --out runs/tuned",
     "runs/moved": f"moescope compare {MODEL} runs/tuned/checkpoints/step-60 --out runs/moved",
-    "runs/half": f"moescope compress {MODEL} --keep 0.5 --domain code={TEXTS}/code.jsonl "
-    f"--domain prose={TEXTS}/prose.jsonl --max-tokens 20000 --apply runs/half-model --out runs/half",
+    "runs/half": f"moescope compress {MODEL} --keep 0.5 "
+    + " ".join(f"--domain {name}={TEXTS}/{name}.jsonl" for name in DOMAINS)
+    + " --max-tokens 20000 --apply runs/half-model --out runs/half",
     "runs/deepseek": "moescope trace --recorded docs/data/deepseek_v2_lite.parquet --experts 64 "
     "--out runs/deepseek",
     "runs/qwen3-tokens": "moescope trace --recorded docs/data/qwen3_30b_a3b.route.csv.gz --save-tokens "

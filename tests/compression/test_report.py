@@ -12,7 +12,7 @@ import pytest
 from playwright.sync_api import expect
 
 from moescope.compression.figures import loss_differences
-from moescope.compression.report import control_range, findings, rank_finding
+from moescope.compression.report import control_range, findings, key_numbers, rank_finding
 from moescope.compression.tables import TABLES
 from moescope.compression.verb import compress
 from moescope.plotting.style import byte_size
@@ -49,13 +49,13 @@ def test_findings_put_every_number_beside_original_and_chance(compressed_run):
 @pytest.mark.parametrize(
     ("intervals", "expected"),
     [
-        ([(0.1, 0.3), (0.2, 0.4)], "better than all 2 random controls"),
-        ([(-0.3, -0.1), (-0.4, -0.2)], "worse than all 2 random controls"),
-        ([(-0.1, 0.9), (-0.4, 0.2)], "not distinguishable from random"),
-        ([(-0.1, 0.9), (-0.4, 0.0)], "no better than random"),
-        ([(-0.1, 0.9), (-0.4, -0.1)], "no better than random"),
-        ([(-0.1, 0.9), (0.1, 0.2)], "better than 1 of 2 random controls"),
-        ([(0.1, 0.9), (-0.3, -0.2)], "better than 1 of 2 random controls, worse than 1"),
+        ([(0.1, 0.3), (0.2, 0.4)], "2 better, 0 undecided, 0 worse of 2 random controls"),
+        ([(-0.3, -0.1), (-0.4, -0.2)], "0 better, 0 undecided, 2 worse of 2 random controls"),
+        ([(-0.1, 0.9), (-0.4, 0.2)], "0 better, 2 undecided, 0 worse of 2 random controls"),
+        ([(-0.1, 0.9), (-0.4, 0.0)], "0 better, 2 undecided, 0 worse of 2 random controls"),
+        ([(-0.1, 0.9), (-0.4, -0.1)], "0 better, 1 undecided, 1 worse of 2 random controls"),
+        ([(-0.1, 0.9), (0.1, 0.2)], "1 better, 1 undecided, 0 worse of 2 random controls"),
+        ([(0.1, 0.9), (-0.3, -0.2)], "1 better, 0 undecided, 1 worse of 2 random controls"),
     ],
 )
 def test_a_claim_about_the_controls_follows_from_the_intervals(compressed_run, intervals, expected):
@@ -66,6 +66,7 @@ def test_a_claim_about_the_controls_follows_from_the_intervals(compressed_run, i
     damage.loc[at, "perplexity"] = 1.0  # below the plan's: no claim follows from it
     assert expected in findings(compressed_run, {**tables, "damage": damage})[3]
     assert expected in loss_differences({**tables, "damage": damage}).caption
+    assert key_numbers({**tables, "damage": damage})[0].word == expected
 
 
 @pytest.mark.parametrize("limit", ["loss_above_plan_low", "loss_above_plan_high"])

@@ -248,6 +248,12 @@ def test_a_file_that_is_no_report_is_not_overwritten(planted_run, tmp_path):
     assert report(planted_run, out=tmp_path / "r.html") == report(planted_run, out=tmp_path / "r.html")
 
 
+def test_a_report_named_without_an_extension_is_an_html_file(planted_run, tmp_path):
+    assert report(planted_run, out=tmp_path / "both") == tmp_path / "both.html"
+    assert report(planted_run, out=tmp_path / "v0.2") == tmp_path / "v0.2.html"
+    assert sorted(path.name for path in tmp_path.glob("both*")) == ["both.html"]
+
+
 def test_a_folder_that_cannot_be_written_is_refused_before_the_work(planted_run, tmp_path, monkeypatch):
     monkeypatch.setattr("moescope.reporting.page.page_content", lambda runs: pytest.fail("work was done"))
     (tmp_path / "file").write_text("")

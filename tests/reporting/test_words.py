@@ -145,6 +145,19 @@ def test_a_training_has_learned_where_it_beats_the_unigram_baseline(trained_run,
         assert summary(trained_run).key_numbers[0].word == word
 
 
+def test_a_training_that_ends_above_its_first_loss_has_not_learned(trained_run, monkeypatch):
+    rows = trained_run.table("evaluations")
+    rows["loss"] = 1.0 + rows["step"] / 1000  # rises, and stays under the baseline
+    changed = rows.assign(unigram_loss=5.0)
+    original = Run.table
+    monkeypatch.setattr(
+        Run, "table", lambda self, name: changed.copy() if name == "evaluations" else original(self, name)
+    )
+    found = summary(trained_run)
+    assert found.key_numbers[0].word == "worse than at the start"
+    assert "worse than at the start" in found.findings[0]
+
+
 def losses(**last: tuple[float, float]) -> pd.DataFrame:
     """Evaluations of runs: name -> (final loss, unigram baseline)."""
     return pd.DataFrame(

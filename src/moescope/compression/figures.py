@@ -228,24 +228,18 @@ def perplexities(tables: Tables) -> Figure:
 
 
 def verdict(controls: pd.DataFrame) -> str:
-    """How the plan compares with its random controls, from the interval of each difference.
+    """How many random controls the plan is better or worse than, from the interval of each difference.
 
-    "; " and the verdict; "" without controls, or where a limit is unknown.
+    "; " and the counts; "" without controls, or where a limit is unknown.
     """
     limits = controls[["loss_above_plan_low", "loss_above_plan_high"]]
     if limits.empty or limits.isna().any(axis=None):
         return ""
-    better, not_better = limits["loss_above_plan_low"] > 0, limits["loss_above_plan_high"] <= 0
-    worse = limits["loss_above_plan_high"] < 0
-    everyone = "the random control" if len(controls) == 1 else f"all {len(controls)} random controls"
-    if better.all():
-        return f"; better than {everyone}"
-    if worse.all():
-        return f"; worse than {everyone}"
-    if better.any():
-        others = f", worse than {int(worse.sum())}" if worse.any() else ""
-        return f"; better than {int(better.sum())} of {len(controls)} random controls{others}"
-    return "; no better than random" if not_better.any() else "; not distinguishable from random"
+    better = int((limits["loss_above_plan_low"] > 0).sum())
+    worse = int((limits["loss_above_plan_high"] < 0).sum())
+    undecided = len(limits) - better - worse
+    of_all = f"of {counted(len(limits), 'random control')}"
+    return f"; {better} better, {undecided} undecided, {worse} worse {of_all}"
 
 
 def loss_differences(tables: Tables) -> Figure:

@@ -149,7 +149,8 @@ def judge_models(
     if differences[0]["loss_increase_low"] is None:
         warnings.append(
             f"no intervals of the judgement: they need {FEWEST_DOCUMENTS} held-out documents and two per "
-            f"domain, not {len(documents)}; give more documents"
+            f"domain, not {len(documents)}; give about "
+            f"{5 * FEWEST_DOCUMENTS} documents: one in five is held out"
         )
     elif few:
         warnings.append(

@@ -29,6 +29,7 @@ from moescope.plotting.style import byte_size, counted, number, span
 from moescope.reporting.pack import plain, table_payload
 from moescope.reporting.untrusted import plot_words
 from moescope.run import Run
+from moescope.statistics import FEWEST_DOCUMENTS
 from moescope.types import Coverage
 from moescope.verb import (
     FigureSpec,
@@ -79,8 +80,9 @@ def key_numbers(tables: Tables) -> list[KeyNumber]:
     plan, controls = of_plan(tables, model).iloc[0], of_controls(tables, model)
     clusters = tables["clusters"]
     left = clusters[clusters["kept"].astype(bool)].groupby("layer")["cluster"].nunique()
+    compared = verdict(controls).removeprefix("; ")
     numbers = [  # name, value, level of the controls, unit, word, end of the bar
-        ("Perplexity", plan["perplexity"], controls["perplexity"].mean(), "", verdict_word(controls), None),
+        ("Perplexity", plan["perplexity"], controls["perplexity"].mean(), "", compared, None),
         ("Perplexity of the original", plan["perplexity_original"], None, "", "", None),
         ("JS divergence", plan["js_divergence"], controls["js_divergence"].mean(), "nats", "", math.log(2)),
         ("Share of the original's bytes", plan["bytes"] / plan["bytes_original"], None, "", "", 1.0),
@@ -105,16 +107,6 @@ def key_numbers(tables: Tables) -> list[KeyNumber]:
         for name, value, chance, unit, word, most in numbers
         if pd.notna(value)
     ]
-
-
-def verdict_word(controls: pd.DataFrame) -> str:
-    """The verdict against random controls in a word or two; empty where no interval is known."""
-    words = verdict(controls).removeprefix("; ")
-    if words.startswith(("better than the", "better than all")):
-        return "better"
-    if words.startswith("worse"):
-        return "worse"
-    return "better than some" if words.startswith("better") else words
 
 
 # --- findings
@@ -161,7 +153,8 @@ def judgement_finding(plan: pd.Series, controls: pd.DataFrame) -> str:
     """Loss against original and controls; nothing is claimed where a limit of an interval is unknown."""
     documents = counted(int(plan["judged_documents"]), "held-out document")
     if plan[["loss_increase_low", "loss_increase_high"]].isna().any():
-        return f"No claim about original or random controls: {documents} give no interval."
+        needed = f"give about {5 * FEWEST_DOCUMENTS} documents: one in five is held out"
+        return f"No claim about original or random controls: {documents} give no interval; {needed}."
     low, high = number(plan["loss_increase_low"]), number(plan["loss_increase_high"])
     sentence = (
         f"Loss above the original's: {number(plan['loss_increase'])} nats per token [{low}, {high}] "

@@ -70,9 +70,11 @@ def summary(run: Run) -> Summary:
     rows = run.table("evaluations")
     total = all_domains(rows)
     first, last = total.iloc[0], total.iloc[-1]
+    worse = "worse than at the start" if last["loss"] > first["loss"] else ""
+    start = f"{number(first['loss'])} before training"
     text = (
         f"Validation loss: {number(last['loss'])} nats per token after {int(last['step']):,} steps, "
-        f"{number(first['loss'])} before training (unigram baseline: {number(last['unigram_loss'])}, "
+        f"{f'{worse}: {start}' if worse else start} (unigram baseline: {number(last['unigram_loss'])}, "
         f"uniform: {number(last['uniform_loss'])})."
     )
     findings: list[str] = [Finding(text, figure="loss_by_step")]
@@ -86,7 +88,7 @@ def summary(run: Run) -> Summary:
         chosen = run.info["router_facts"]["experts_choose"]
         findings += load_findings(run, ", by construction: experts choose tokens" if chosen else "")
     loss, unigram = float(last["loss"]), float(last["unigram_loss"])
-    word = "learned" if loss < unigram else "no better"
+    word = worse or ("learned" if loss < unigram else "no better")
     numbers = [KeyNumber("Validation loss", loss, unigram, "nats per token", word, "unigram baseline")]
     if is_routed(run):
         numbers += key_numbers(run)

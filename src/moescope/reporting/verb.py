@@ -36,7 +36,7 @@ def report(
     *runs : RUN
         Run folders; several are compared side by side.
     out : FILE, default RUN/report.html
-        The HTML file to write.
+        The HTML file to write; a name without extension gets `.html`.
     figures : DIR
         Also write every figure into this folder (needs the extra `export`, and Chrome or Chromium).
     format : FORMAT
@@ -70,6 +70,8 @@ def report(
     target = (
         Path(out) if out is not None else loaded[0].path / (REPORT if len(loaded) == 1 else "compared.html")
     )
+    if not target.suffix.strip(".0123456789") and not target.is_dir():
+        target = target.with_name(f"{target.name}.html")  # browsers show other files as text
     check_target(target)
     if figures is not None:
         from moescope.reporting.export import check_export
