@@ -219,8 +219,11 @@ def test_the_spread_of_a_mean_alignment_agrees_with_simulation():
 def test_density_captions_say_how_many_layers_chance_puts_outside():
     caption = density_caption(32, [1, 2], [4], 50)
     assert ": layers 1 and 2;" in caption
-    assert ": layer 4 (chance: 1 of 50 layers" in caption
-    assert "within the middle 98 %" in density_caption(32, [], [], 50)
+    assert ": layer 4 (chance: 0.5 of 50 layers each" in caption
+    assert "no layer (chance: 0.5 of 50 layers each" in density_caption(32, [1], [], 50)
+    none = density_caption(32, [], [], 50)
+    assert "within the middle 98 %" in none
+    assert "(chance: 1 of 50 layers outside" in none
 
 
 def test_captions_of_a_random_model_claim_nothing_and_name_chance(tmp_path):

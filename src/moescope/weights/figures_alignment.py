@@ -337,10 +337,13 @@ def z_decomposed(tables: Tables) -> Figure:
 
 def density_caption(k: int, above: list[int], below: list[int], layers: int) -> str:
     """Layers whose pairing is better, or worse, than 99 % of random ones, and how many chance gives."""
-    parts = [f"above 99 % of random pairings: {named_layers(above)}"] if above else []
-    parts += [f"below 99 %: {named_layers(below)}"] if below else []
-    words = "; ".join(parts) or "all layers within the middle 98 % of random pairings"
-    return f"At k = {k}, {words} (chance: {number(2 * TAIL * layers)} of {layers} layers outside)."
+    if not above + below:
+        chance = f"{number(2 * TAIL * layers)} of {layers} layers outside"
+        return f"At k = {k}, all layers within the middle 98 % of random pairings (chance: {chance})."
+    return (
+        f"At k = {k}, above 99 % of random pairings: {named_layers(above)}; below 99 %: "
+        f"{named_layers(below)} (chance: {number(TAIL * layers)} of {layers} layers each)."
+    )
 
 
 def null_density(tables: Tables) -> Figure:
@@ -395,6 +398,8 @@ def null_density(tables: Tables) -> Figure:
             },
         ]
     start = len(ks) // 2
+    if len(ks) > 1:
+        captions[start] += f" k = {ks[start]}: the middle of the {len(ks)} ks with a stored null."
     every = max(1, -(-len(layers) // 24))
     ticks = {
         "tickvals": list(range(len(layers) - 1, -1, -every)),
