@@ -107,7 +107,7 @@ def test_the_drawer_shows_every_run_of_the_model_with_the_tables_numbers(page, r
         )
         assert set(parts) == {"scan", "trace", "compare", "compress"}
         titles = page.locator("#drawer .block h4").all_text_contents()
-        for wanted in ("Alignment over k", "Nearest experts", "Singular values", "Domain lift"):
+        for wanted in ("Alignment over k", "Nearest experts", "Singular values", "Domain affinity"):
             assert wanted in titles
         dropped = not cell(runs["compress"].table("clusters"), layer=layer, expert=expert)["kept"].iloc[0]
         assert ("dropped" in found["reap"]) == dropped

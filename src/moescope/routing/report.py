@@ -13,6 +13,7 @@ from moescope.routing.expert_maps import expected_pairs
 from moescope.routing.figures_experts import (
     DOMAINS,
     MAPS,
+    NAMED_FROM,
     SEPARATION,
     missing_maps,
     strongest_pair,
@@ -34,6 +35,7 @@ from moescope.routing.report_views import (
     View,
     layer_sections,
     load_trace,
+    missing_interval,
     read_excerpt,
     routing_views,
     select_rows,
@@ -45,6 +47,8 @@ from moescope.run import Run
 from moescope.verb import FigureSpec, Finding, KeyNumber, Payload, Section, Selection, Summary, Tables
 
 STEPS_NAMED = 6
+DOMAINS_NAMED = 4
+EXPERTS_NAMED = 2  # per domain
 UNIFORM_SHARE = 0.99  # of a uniform router's entropy, above which routing is called uniform
 ROWS_SHOWN = 2000  # of a folded table; the run folder has all
 
@@ -76,6 +80,7 @@ def routing_findings(view: View) -> list[str]:
     """The view's findings, most important first; what a trace does not hold is skipped."""
     tables = view.tables
     findings = load_findings(view)
+    findings[1:1] = domain_findings(view)
     if len(rows := values_of(tables, "routing_entropy")):
         line = f"Routing entropy (nats) {layer_range(rows)}; {references(rows, UNIFORM)}."
         if len(top := values_of(tables, "confidence")):
@@ -83,16 +88,18 @@ def routing_findings(view: View) -> list[str]:
         findings.append(Finding(line, figure="routing_entropy_by_layer"))
     findings += pair_findings(view)
     if len(rows := values_of(tables, "domain_information")):
-        top = highest(rows)
-        findings.append(
-            Finding(
-                f"Domain specialisation: highest in layer {top['layer']}, I(expert; domain) = "
-                f"{with_interval(top)} nats (permuted labels: 0, at most "
-                f"{number(np.log(tables['load']['domain'].nunique()))}).",
-                figure="domain_information_by_layer",
-                layer=int(top["layer"]),
+        limits = f"permuted labels: 0, at most {number(np.log(tables['load']['domain'].nunique()))}"
+        top = highest(specialised_layers(rows))
+        text = f"highest in layer {top['layer']}, I(expert; domain) = {with_interval(top)} nats ({limits})."
+        place: dict[str, Any] = {"layer": int(top["layer"])}
+        if rows["low"].notna().any() and not top["low"] > 0:
+            text = (
+                f"no layer is distinguishable from chance, I(expert; domain) = {span(rows['value'])} nats, "
+                f"and no interval lies above 0 ({limits})."
             )
-        )
+            place = {}
+        figure = "domain_information_by_layer"
+        findings.append(Finding(f"Domain specialisation: {text}", figure=figure, **place))
     if len(rows := values_of(tables, "token_information")):
         top = highest(rows)
         findings.append(
@@ -114,6 +121,43 @@ def routing_findings(view: View) -> list[str]:
             )
         )
     return findings
+
+
+def specialised_layers(rows: pd.DataFrame) -> pd.DataFrame:
+    """The layers whose I(expert; domain) has an interval above 0; all layers if there is none."""
+    return rows[rows["low"] > 0] if (rows["low"] > 0).any() else rows
+
+
+def domain_findings(view: View) -> list[str]:
+    """One sentence: the experts of highest affinity of the domains that have the highest."""
+    rows = view.tables.get("domains", pd.DataFrame())
+    if rows.empty or rows["domain"].nunique() < 2:
+        return []
+    known = bool(rows["low"].notna().any())
+    enough = rows["low"] > 1 if known else rows["tokens"] >= NAMED_FROM * rows["affinity"]
+    ranked = rows[enough & rows["affinity"].notna()].sort_values("affinity", ascending=False, kind="stable")
+    domains = [*ranked["domain"].unique()]
+    domains += [name for name in rows["domain"].unique() if name not in domains]
+    parts = []
+    for domain in domains[:DOMAINS_NAMED]:
+        experts = [
+            f"L{row.layer} E{row.expert} {number(row.affinity)}"
+            + (f" [{number(row.low)}, {number(row.high)}]" if known else "")
+            for row in ranked[ranked["domain"] == domain].head(EXPERTS_NAMED).itertuples()
+        ]
+        nobody = "none beyond chance" if known else "too few tokens"
+        parts.append(f"{domain} {listed(experts) if experts else nobody}")
+    if len(domains) > DOMAINS_NAMED:
+        parts.append(f"{counted(len(domains) - DOMAINS_NAMED, 'more domain')} on the map")
+    doubt = "one of 40 intervals lies above 1 by chance" if known else missing_interval(view)
+    place = {"domain": domains[0]}
+    if len(ranked):
+        place |= {"layer": int(ranked["layer"].iloc[0]), "expert": int(ranked["expert"].iloc[0])}
+    text = (
+        f"Experts by domain: {'; '.join(parts)}; times the mean domain's use (1 if a domain uses an expert "
+        f"like the others; {doubt})."
+    )
+    return [Finding(text, tab="overview", colour="domain_affinity", **place)]
 
 
 def load_findings(view: View) -> list[str]:
@@ -254,7 +298,8 @@ def summary(run: Run) -> Summary:
     trace = load_trace(run)
     views = routing_views(trace)
     of = which_findings(trace)
-    coverage = [*trace_coverage(run), *skipped_steps(trace), *([f"Findings are of {of}."] if of else [])]
+    coverage = [*trace_coverage(run), *cut_documents(run), *skipped_steps(trace)]
+    coverage += [f"Findings are of {of}."] if of else []
     glance = [
         Section("glance", "Routing at a glance", tables=[glance_table(view)], view=view.label)
         for view in views
@@ -277,7 +322,7 @@ def key_numbers(view: View) -> list[KeyNumber]:
         ("I(expert; token)", "token_information", "nats"),
     ):
         if len(rows := values_of(view.tables, metric)):
-            top = highest(rows)
+            top = highest(specialised_layers(rows) if metric == "domain_information" else rows)
             chance, most = (
                 float(top[end]) if np.isfinite(top[end]) else None for end in ("chance", "collapse")
             )
@@ -506,9 +551,25 @@ def trace_coverage(run: Run) -> list[str]:
 def coverage_line(item: dict[str, Any]) -> str:
     experts, k = ("/".join(map(str, item[key])) for key in ("experts_per_layer", "k"))
     tokens, documents = sum(item["tokens"].values()), sum(item["domains"].values())
-    by_domain = ", ".join(f"{name} {count:,}" for name, count in item["tokens"].items())
+    by_domain = "; ".join(
+        f"{name} {counted(item['domains'][name], 'document')}, {counted(count, 'token')}"
+        for name, count in item["tokens"].items()
+    )
     chosen = f"up to {k}, {number(item['mean_k'])} on average" if "mean_k" in item else k
     return (
         f"{item['model_type']}: {item['layers']} MoE layers, {experts} experts, {chosen} per token; "
         f"{counted(tokens, 'token')} in {counted(documents, 'document')}"
     ) + (f" ({by_domain})" if len(item["tokens"]) > 1 else "")
+
+
+def cut_documents(run: Run) -> list[str]:
+    """How many tokens of a document were read at most, where the text is longer than max_tokens."""
+    lines = []
+    for longest in (item["longest"] for item in run.info["coverage"] if "longest" in item):
+        named = [f"{count:,} ({name})" for name, count in longest.items()]
+        tokens = listed(named) if len(named) > 1 else f"{max(longest.values()):,}"
+        lines.append(
+            f"Cut by --max-tokens {run.info['arguments']['max_tokens']:,}: at most the first {tokens} tokens "
+            "of each document were read, and no further documents."
+        )
+    return list(dict.fromkeys(lines))

@@ -9,7 +9,7 @@ import numpy as np
 import pandas as pd
 from scipy.special import bdtr, bdtrik
 
-from moescope.plotting.style import RANDOM, number, values_of
+from moescope.plotting.style import RANDOM, capital, number, values_of
 from moescope.reporting.pack import plain
 from moescope.routing.expert_maps import expected_pairs, lift_over_chance
 from moescope.routing.figures_experts import NAMED_FROM, coactivation_order
@@ -22,12 +22,12 @@ from moescope.routing.report_views import (
     View,
     contexts_by_expert,
     load_trace,
+    missing_interval,
     ranked,
     routing_views,
     tokens_by_expert,
 )
 from moescope.run import Run
-from moescope.statistics import FEWEST_DOCUMENTS
 from moescope.verb import LayerCards, Measure, Payload, Strip
 
 FAMILY_WISE = 0.05  # the share of maps of random routing with any cell beyond chance
@@ -36,7 +36,7 @@ STRIPS = (("cv", "load CV"), ("routing_entropy", "routing entropy"), ("domain_in
 
 
 def measures(run: Run) -> list[Measure]:
-    """Load first, then gate weight, lift per domain and the strongest co-activation, for every view."""
+    """Load first, then gate weight, affinity per domain and the strongest co-activation, for every view."""
     return [measure for view in routing_views(load_trace(run)) for measure in view_measures(view)]
 
 
@@ -130,16 +130,16 @@ def domain_measures(view: View) -> Iterator[Measure]:
             **{name: frame[name] for name in ("layer", "expert", "low", "high")},
             "value": frame["affinity"],
             "chance": 1.0,
-            "beyond": (frame["low"] > 1) | (frame["high"] < 1),
+            "beyond": ((frame["low"] > 1) | (frame["high"] < 1)).astype(float).where(frame["low"].notna()),
         }
         intervals = (
             "Beyond chance: the 95 % interval over documents misses 1, as one of 20 does by chance."
             if frame["low"].notna().any()
-            else f"No interval: {FEWEST_DOCUMENTS} documents per domain are needed."
+            else f"{capital(missing_interval(view))}."
         )
         yield Measure(
-            "domain_lift",
-            f"Domain lift: {domain}",
+            "domain_affinity",
+            f"Domain affinity: {domain}",
             pd.DataFrame(columns),
             "× mean domain",
             f"How much more often {domain} uses an expert than the mean of all domains. {intervals}",
@@ -197,10 +197,11 @@ def experts(run: Run) -> Iterator[LayerCards]:
         }
         for layer in view.layers:
             rows = {name: groups[layer] for name, groups in grouped.items() if layer in groups}
-            yield LayerCards(layer, layer_cards(rows, CONTEXTS_OF_MANY if many else CONTEXTS), view.label)
+            cards = layer_cards(rows, CONTEXTS_OF_MANY if many else CONTEXTS, view)
+            yield LayerCards(layer, cards, view.label)
 
 
-def layer_cards(rows: dict[str, pd.DataFrame], most: int) -> dict[int, list[Payload]]:
+def layer_cards(rows: dict[str, pd.DataFrame], most: int, view: View) -> dict[int, list[Payload]]:
     blocks: dict[int, list[Payload]] = {}
 
     def add(expert: int, kind: str, title: str, content: list[Any], **more: object) -> None:
@@ -212,7 +213,9 @@ def layer_cards(rows: dict[str, pd.DataFrame], most: int) -> dict[int, list[Payl
         columns = ["domain", "affinity", "low", "high"]
         ordered = domains.sort_values("affinity", ascending=False)
         for expert, frame in ordered.groupby("expert"):
-            add(expert, "bars", "Domain lift", plain(frame[columns].to_numpy(object).tolist()), middle=1)
+            note = {"note": missing_interval(view)} if frame["low"].isna().any() else {}
+            cells = plain(frame[columns].to_numpy(object).tolist())
+            add(expert, "bars", "Domain affinity", cells, middle=1, **note)
     pairs = rows.get("coactivation")
     if pairs is not None and len(pairs):
         pairs = expected_pairs(pairs)

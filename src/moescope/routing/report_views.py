@@ -9,12 +9,13 @@ import numpy as np
 import pandas as pd
 
 from moescope.errors import BadInput
-from moescope.plotting.style import number, values_of
+from moescope.plotting.style import counted, number, values_of
 from moescope.reporting.pack import plain, table_payload
 from moescope.reporting.untrusted import plot_words, token_words, visible
 from moescope.routing.figures_metrics import metric_name
 from moescope.routing.tables import TRACE_TABLES
 from moescope.run import Run
+from moescope.statistics import FEWEST_DOCUMENTS
 from moescope.tables import wrong_column
 from moescope.verb import Section, Tables
 
@@ -141,6 +142,18 @@ def routing_views(trace: TraceTables) -> list[View]:
             }
             views.append(View(trace.run, step, phase, main, ", ".join(parts) or "all tokens", tables))
     return views
+
+
+def missing_interval(view: View) -> str:
+    """Why affinities have no interval: a domain has too few documents, or too few use the expert."""
+    read = view.setup.get("coverage", {}).get("domains", {})
+    domain = min(read, key=lambda name: read[name], default="")
+    if domain and read[domain] < FEWEST_DOCUMENTS:
+        words = f"{plot_words(domain)} has {counted(read[domain], 'document')}, {FEWEST_DOCUMENTS} are needed"
+        return f"no interval: {words}"
+    if view.tables["domains"]["low"].isna().all():  # such as of an older trace
+        return "no interval in this trace"
+    return "no interval: too few documents use the expert"
 
 
 def select_rows(frame: pd.DataFrame, step: int, phase: str) -> pd.DataFrame:

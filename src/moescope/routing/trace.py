@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Literal, get_args
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from moescope.arguments import as_list, choose_device, device_warnings, one_of, step_numbers
 from moescope.errors import BadInput
@@ -30,6 +30,9 @@ from moescope.routing.tables import TRACE_TABLES
 from moescope.run import STREAMED, Run, RunWriter, open_run, place_run
 from moescope.storage import leftover_name
 from moescope.verb import Verb
+
+if TYPE_CHECKING:
+    from moescope.execution.documents import Document
 
 Phase = Literal["prefill", "decode", "both"]
 Maps = Literal["tsne", "umap"]
@@ -223,6 +226,7 @@ def trace_step(
         raise BadInput(f"{name}: its tokenizer has no chat template; leave --chat-template out")
     if "decode" in settings.phases and traced.two_stacks:
         raise BadInput(f"{name}: an encoder-decoder model is traced in prefill only; leave --phase out")
+    domains = [source.domain for source in reading]
     blocks = find_blocks(traced.model)
     shape = [block.layer for block in blocks], [block.n_experts for block in blocks]
     for setup in writer.setups():
@@ -231,11 +235,19 @@ def trace_step(
                 f"step {number} has other MoE layers or experts than step {setup['step']}; trace each alone"
             )
     stream = leftover_name(writer.path / "parts") if settings.save_tokens else None
+    tokens, longest = dict.fromkeys(domains, 0), dict.fromkeys(domains, 0)  # in all, of a document
+
+    def measured(documents: Iterable[Document]) -> Iterator[Document]:
+        for document in documents:
+            tokens[domains[document.domain]] += len(document.ids)
+            longest[domains[document.domain]] = max(longest[domains[document.domain]], len(document.ids))
+            yield document
+
     with writer.timed("trace"):
         result = trace_model(
             traced,
-            [source.domain for source in reading],
-            read_documents(traced, reading, settings.max_tokens, settings.chat_template),
+            domains,
+            measured(read_documents(traced, reading, settings.max_tokens, settings.chat_template)),
             settings.phases,
             settings.batch_size,
             checkpoint_layer_names(name, {block.layer: block.name for block in blocks}),
@@ -247,7 +259,9 @@ def trace_step(
         raise BadInput("the text holds no token; give a longer one")
     with writer.timed("tables"):
         frames = result.tables(number, settings.seed, settings.maps)
-    setup = {"step": number, **result.facts(), "warnings": result.warnings()}
+    setup: dict[str, Any] = {"step": number, **result.facts(), "warnings": result.warnings()}
+    if sum(tokens.values()) == settings.max_tokens:  # the text may be longer
+        setup["coverage"]["longest"] = longest
     streamed = {"tokens.parquet": stream} if stream is not None else None
     writer.flush_task(task_name(number), frames, setup, result.arrays(), streamed)
     writer.save_info()

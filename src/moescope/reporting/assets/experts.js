@@ -6,7 +6,7 @@ M.experts = (() => {
   const oneLine = (text) => text.replaceAll("\n", "⏎");
 
   // ---- blocks
-  function bars({ title, rows, middle }) {
+  function bars({ title, rows, middle, note }) {
     const top = Math.max(...rows.map((row) => row[3] ?? row[1] ?? 0), middle ?? 0, 1e-12);
     const domain = M.selected.domain();
     const lines = rows.map(([name, value, low, high]) => make("div", { class: "bar-row" + (name === domain ? " here" : ""), "data-name": name }, word(String(name)),
@@ -14,7 +14,7 @@ M.experts = (() => {
         low !== undefined && low !== null ? make("u", { class: "interval", style: `left:${(100 * low) / top}%;width:${(100 * (high - low)) / top}%` }) : null,
         middle ? make("u", { class: "chance", style: `left:${(100 * middle) / top}%` }) : null),
       make("span", { class: "amount" }, M.number(value))));
-    return make("div", { class: "block" }, make("h4", {}, title), ...lines);
+    return make("div", { class: "block" }, make("h4", {}, title), ...lines, note ? make("p", { class: "note" }, note) : null);
   }
   function others({ title, rows, unit }, layer) {
     const links = rows.flatMap(([expert, value], index) => [index ? ", " : "", make("a", { href: M.state.link({ layer, expert }) }, `expert ${expert}`), ` ${M.number(value)} ${unit}`]);
@@ -67,7 +67,7 @@ M.experts = (() => {
       const rank = values.filter((cell) => cell > value).length + 1;
       const chance = measure.chance?.[row][expert];
       const interval = measure.low?.[row][expert] !== undefined && measure.low?.[row][expert] !== null ? ` [${M.number(measure.low[row][expert])}, ${M.number(measure.high[row][expert])}]` : "";
-      const notes = [chance === undefined || chance === null ? "" : `chance ${M.number(chance)}`, measure.name === "rank" ? `of ${values.length}` : `rank ${rank} of ${values.length}`, measure.mark?.[row][expert] ? "dropped" : ""].filter(Boolean);
+      const notes = [chance === undefined || chance === null ? "" : `chance ${M.number(chance)}`, measure.name === "rank" ? `of ${values.length}` : `rank ${rank} of ${values.length}`, measure.low?.[row][expert] === null ? "no interval" : "", measure.mark?.[row][expert] ? "dropped" : ""].filter(Boolean);
       const line = make("tr", { "data-measure": measure.name }, make("th", { scope: "row" }, measure.title),
         make("td", {}, make("b", {}, M.number(value)), `${interval} ${measure.unit}`, make("div", { class: "soft" }, notes.join(" · "))));
       groups.set(measure.verb, [...(groups.get(measure.verb) ?? []), line]);

@@ -4,7 +4,7 @@ M.map = (() => {
   const SEQUENTIAL = ["#440154", "#3b528b", "#21918c", "#5ec962", "#fde725"];
   const LABEL = 44, STRIP = 96, GAP = 10, TOP = 4, AXIS = 22, SMALLEST = 9;
   let data = null, geometry = null, cursor = null;
-  let canvas, tip, title, caption, legend, colour, sort, beyond, frame;
+  let canvas, tip, title, caption, legend, colour, sort, beyond, unknown, frame;
 
   // ---- what is drawn
   function candidates() {
@@ -112,11 +112,13 @@ M.map = (() => {
     drawSelection(pen, ink, accent);
     drawLegend(measure, scale);
   }
+  // whether any cell was compared with chance; without intervals none is
+  const tested = (measure) => Boolean(measure.beyond?.some((row) => row.some((cell) => cell !== null)));
   function drawCell(pen, measure, scale, row, expert, x, y) {
     const { cellWidth: w, cellHeight: h } = geometry;
     const gap = Math.min(1, w / 6);
     const far = measure.beyond?.[row][expert];
-    pen.globalAlpha = beyond.checked && measure.beyond && !far ? 0.22 : 1;
+    pen.globalAlpha = beyond.checked && tested(measure) && !far ? 0.22 : 1;
     pen.fillStyle = scale.color(measure.value[row][expert]);
     pen.fillRect(x, y, w - gap, h - gap);
     pen.globalAlpha = 1;
@@ -207,7 +209,7 @@ M.map = (() => {
     const lines = [`Layer ${layer}, expert ${expert}`, `${measure.title}: ${M.number(at("value"))} ${measure.unit}`];
     if (at("low") !== undefined && at("low") !== null) lines.push(`interval ${M.number(at("low"))} to ${M.number(at("high"))}`);
     if (at("chance") !== undefined && at("chance") !== null) lines.push(`chance ${M.number(at("chance"))}`);
-    if (at("beyond") !== undefined) lines.push(at("beyond") ? "beyond chance" : "within chance");
+    if (at("beyond") !== undefined) lines.push(at("beyond") === null ? "no interval" : at("beyond") ? "beyond chance" : "within chance");
     if (at("mark")) lines.push("removed");
     return lines;
   }
@@ -241,7 +243,7 @@ M.map = (() => {
 
   function fillColours() {
     const all = candidates();
-    const names = new Map(all.map((measure) => [measure.name, measure.domain ? "Domain lift" : measure.title]));
+    const names = new Map(all.map((measure) => [measure.name, measure.domain ? "Domain affinity" : measure.title]));
     colour.replaceChildren(...[...names].map(([value, words]) => make("option", { value }, words)));
     const measure = chosen();
     if (!measure) return;
@@ -251,8 +253,9 @@ M.map = (() => {
     sort.value = sorted();
     beyond.parentElement.hidden = !measure.beyond || Boolean(other(measure));
     beyond.checked = M.state.get().beyond === "1";
+    unknown.hidden = beyond.parentElement.hidden || !beyond.checked || tested(measure);
   }
-  // a domain's lift needs a domain: the selected one, else the first
+  // a domain's affinity needs a domain: the selected one, else the first
   function pick() {
     const needs = candidates().find((measure) => measure.name === colour.value)?.domain;
     M.state.set({ colour: colour.value, ...(needs ? { domain: M.selected.domain() ?? M.data.domains[0] } : {}) });
@@ -268,13 +271,14 @@ M.map = (() => {
     colour = make("select", { "aria-label": "Colour of the map", onchange: pick });
     sort = make("select", { "aria-label": "Order of experts", onchange: () => M.state.replace({ sort: sort.value === "number" ? null : sort.value }) });
     beyond = make("input", { type: "checkbox", onchange: () => M.state.replace({ beyond: beyond.checked ? 1 : null }) });
+    unknown = make("span", { class: "soft", role: "status", hidden: true }, "No expert has an interval: all are shown.");
     frame = make("div", { class: "map-frame" }, canvas, tip);
     canvas.addEventListener("pointermove", (event) => point(cellAt(event), event.clientX, event.clientY));
     canvas.addEventListener("pointerleave", () => point(null));
     canvas.addEventListener("click", (event) => { const cell = cellAt(event); point(null); if (cell) { cursor = null; open(cell); } });
     canvas.addEventListener("keydown", key);
     canvas.addEventListener("blur", () => { cursor = null; point(null); draw(); });
-    const controls = make("div", { class: "controls" }, make("label", {}, "Colour", colour), make("label", {}, "Experts", sort), make("label", {}, beyond, "beyond chance only"));
+    const controls = make("div", { class: "controls" }, make("label", {}, "Colour", colour), make("label", {}, "Experts", sort), make("label", {}, beyond, "beyond chance only"), unknown);
     return make("section", { class: "map", hidden: data.measures.length === 0 }, title, caption, controls, frame, legend);
   }
   // where the map scrolls in its frame, the selected cell is scrolled into view
