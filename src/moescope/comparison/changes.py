@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 def table_changes(table: Table, a: pd.DataFrame, b: pd.DataFrame) -> list[dict[str, Any]]:
-    """One record per column: common rows, median and largest change, where, and the column's spread in `a`.
+    """One record per column: common rows, their means, median and largest change, where, and spread in `a`.
 
     A table with a metric column gives one record per metric instead, of its value.
     """
@@ -61,6 +61,7 @@ def column_changes(
         else:
             change = after.to_numpy(float) - before.to_numpy(float)
             sizes = np.abs(change)
+            record["mean_a"], record["mean_b"] = float(before.mean()), float(after.mean())
             record["median"] = float(np.median(sizes))
             record["spread"] = float(np.std(before.to_numpy(float)))
             record["largest"] = 0.0

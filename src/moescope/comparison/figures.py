@@ -237,9 +237,9 @@ def drift_caption(name: str, rows: pd.DataFrame) -> str:
     known = rows[rows["relative_l2"].notna()]
     if known.empty:
         return f"{matrix}: no distance, all zeros."
-    median = float(known["relative_l2"].median())
+    mean = float(known["relative_l2"].mean())
     return (
-        f"Largest change, {matrix}: {largest_change(known)[1]}; median {number(median)} "
+        f"Largest change, {matrix}: {largest_change(known)[1]}; mean of all {number(mean)} "
         f"(unrelated experts: {number(UNRELATED_L2)})."
     )
 
@@ -255,7 +255,9 @@ def largest_change(experts: pd.DataFrame) -> tuple[dict[str, int], str]:
     rows = experts[experts["layer"] == layer]
     of_layer, of_all = (float(frame["relative_l2"].median()) for frame in (rows, experts))
     if of_layer**2 >= top["relative_l2"] * of_all and of_layer > of_all:
-        words = f"median relative L2 {number(of_layer)} over its {len(rows)} experts"
+        means = experts.groupby("layer")["relative_l2"].mean()
+        layer = int(means.idxmax())
+        words = f"mean relative L2 {number(means.max())} over its experts"
         return {"layer": layer}, f"layer {layer} as a whole, {words}"
     expert = int(top["expert_a"])
     words = f"layer {layer}, expert {expert}, relative L2 {number(top['relative_l2'])}"

@@ -47,6 +47,11 @@ from moescope.weights.report import VERDICT_NAMES
 
 MOST_CHANGED = 20  # rows of the table of experts
 NAMED_COLUMNS = 6  # in the findings on two runs
+LEADING = {  # metrics of two traces that come first
+    "cv": "Load CV",
+    "domain_information": "Domain information",
+    "routing_entropy": "Routing entropy",
+}
 ALIGNMENT_FIGURES = [
     spec for spec in ACROSS_VIEWS if spec.name in ("compare_accuracy", "compare_margin", "compare_ambiguity")
 ]
@@ -82,7 +87,9 @@ def summary(run: Run) -> Summary:
             name = f"Largest change: {top['table']}, {top['column']}"
             keys.append(KeyNumber(name, in_spreads(top), unit="× spread over rows", word=place_of(top)))
         agreed_keys, agreed = agreement_summary(run)
-        return Summary(coverage, agreed + change_findings(changes), agreed_keys + keys)
+        leading_keys, leading = leading_changes(changes)
+        findings = [*leading, *agreed, *change_findings(changes)]
+        return Summary(coverage, findings, [*leading_keys, *agreed_keys, *keys])
     coverage = [
         f"{role}: {Coverage(**{**item, 'experts_per_layer': tuple(item['experts_per_layer'])}).line()}"
         for role, item in zip("AB", run.info["coverage"], strict=True)
@@ -143,7 +150,8 @@ def distance_findings(series: str, rows: pd.DataFrame, matched: bool) -> list[st
         chance_l2 = f"matched rotated experts: {number(known['null_l2_matched'].mean())}"
         chance_r = f"matched rotated experts: {number(known['null_sv_matched'].mean())}"
     figure = f"expert_distance_{rows['matrix'].iloc[-1]}"
-    text = f"Expert distance, {series}: relative L2 {layer_range(known, 'relative_l2_mean')} ({chance_l2})."
+    l2 = layer_range(known, "relative_l2_mean")
+    text = f"Expert distance, mean over experts and matrices, {series}: relative L2 {l2} ({chance_l2})."
     findings: list[str] = [Finding(text, figure=figure)]
     if known["sv_alignment_mean"].notna().any():
         r = layer_range(known, "sv_alignment_mean")
@@ -187,7 +195,7 @@ def measures(run: Run) -> list[Measure]:
     if len(experts):
         caption = (
             "Relative L2 distance of each expert between the checkpoints, mean over its matrices "
-            f"(0: unchanged, median {number(experts['value'].median())}, unrelated experts: √2)."
+            f"(0: unchanged, mean of all {number(experts['value'].mean())}, unrelated experts: √2)."
         )
         frame = experts[["layer", "expert", "value"]]
         found.append(Measure("change", "Change of experts", frame, "", caption))
@@ -218,12 +226,12 @@ def change_finding(geometry: pd.DataFrame) -> list[str]:
     experts = expert_changes(geometry)
     if experts.empty:
         return []
-    median = float(experts["relative_l2"].median())
+    mean = float(experts["relative_l2"].mean())
     if experts["relative_l2"].iloc[0] == 0:
         text = f"Largest change: none, relative L2 is 0 for all {len(experts):,} experts."
         return [Finding(text, tab="overview", colour="change")]
     where, words = largest_change(experts)
-    text = f"Largest change: {words} (median of {len(experts):,} experts: {number(median)})."
+    text = f"Largest change: {words}, mean over matrices (all {len(experts):,} experts: {number(mean)})."
     return [Finding(text, tab="overview", colour="change", **where)]
 
 
@@ -239,12 +247,15 @@ def alignment_findings(run: Run) -> list[str]:
     )
     changed = tests[tests["verdict_a"] != tests["verdict_b"]]
     names = [
-        f"layer {row.layer} from “{VERDICT_NAMES[row.verdict_a]}” to “{VERDICT_NAMES[row.verdict_b]}”"
+        f"layer {row.layer} from “{VERDICT_NAMES[row.verdict_a]}” (p {number(row.p_value_a)}) to "
+        f"“{VERDICT_NAMES[row.verdict_b]}” (p {number(row.p_value_b)})"
         for row in changed.head(4).itertuples()
     ]
     more = f" and {len(changed) - 4} more" if len(changed) > 4 else ""
     what = f": {', '.join(names)}{more}" if names else ""
     text = f"Alignment verdict: changed in {len(changed)} of {counted(len(tests), 'layer')}{what}."
+    if names:
+        text += " A p-value that crosses the threshold is no test of a difference between the checkpoints."
     layer = {"layer": int(changed["layer"].iloc[0])} if len(changed) else {}
     findings: list[str] = [Finding(text, figure="compare_accuracy", **layer)]
     change = (scores["absolute_score_b"] - scores["absolute_score_a"]).to_numpy(float)
@@ -404,6 +415,23 @@ def scans_of(run: Run) -> list[Run]:
 
 def compared_columns(run: Run) -> list[dict[str, Any]]:
     return [change for change in run.info["changes"] if change["rows"]]
+
+
+def leading_changes(changes: list[dict[str, Any]]) -> tuple[list[KeyNumber], list[str]]:
+    """The means of two traces' main metrics over the rows that both have."""
+    metrics = {change["column"]: change for change in changes if change["table"] == "routing_layers"}
+    keys: list[KeyNumber] = []
+    findings: list[str] = []
+    for metric, name in LEADING.items():
+        if "mean_a" not in (change := metrics.get(metric, {})):
+            continue
+        a, b = change["mean_a"], change["mean_b"]
+        keys.append(KeyNumber(f"{name} in B, mean", b, a, reference="in A"))
+        text = f"{name}: mean {number(a)} in A, {number(b)} in B over {counted(change['rows'], 'common row')}"
+        if change["changed"]:
+            text += f"; largest change at {place_of(change)}, {number(change['a'])} to {number(change['b'])}"
+        findings.append(Finding(f"{text}.", section="changes"))
+    return keys, findings
 
 
 def change_findings(changes: list[dict[str, Any]]) -> list[str]:

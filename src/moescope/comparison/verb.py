@@ -44,7 +44,8 @@ NAME_LENGTH = 18  # letters of each checkpoint in the name of their comparison
 MatchBy = Literal["signed", "unsigned", "held_out"]
 SUFFIX = {"signed": "_permuted", "unsigned": "_permuted_unsigned", "held_out": "_held_out"}
 OF_CHECKPOINTS = ("layers", "matrix", "series", "matched", "match_by", "skip")  # options
-NOT_COMPARED = ("tokens", "vocabulary")  # as large as the text, and their rows have no fixed identity
+# Rows without a fixed identity (tokens, ids, places in the text), and maps, whose axes have no meaning.
+NOT_COMPARED = ("tokens", "token_text", "vocabulary", "contexts", "maps")
 
 
 @dataclass(frozen=True)
