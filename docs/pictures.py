@@ -171,7 +171,7 @@ PICTURES = [
     Picture(
         "deploy-caches.webp",
         "Qwen3-30B-A3B: expert caches",
-        "Hit rate of caches of 8 to 64 experts per layer, beside Belady's optimum and random lists.",
+        "Hit rate of caches of 8 to 64 experts per layer, beside Belady's optimum and random routing.",
         "runs/qwen3-served",
         "cache_curve",
     ),

@@ -45,7 +45,10 @@ def test_the_command_line_writes_tables_a_report_and_a_summary(trace, tmp_path):
     lru = rows[(rows["policy"] == "lru") & (rows["slots"] == 4)].sort_values("layer")
     assert lru["hit_rate"].tolist() == pytest.approx([*hits, np.mean(hits)])
     first = facts["key_numbers"][0]
-    assert (first["chance"], first["unit"]) == (25, "%")
+    assert (first["name"], first["unit"]) == ("LRU hit rate, 4 slots", "%")  # half of the experts
+    assert first["chance"] == pytest.approx(
+        46.5, abs=2
+    )  # LRU on endless random routing; 120 tokens start empty
     assert f"{first['value']:.1f} %" in facts["findings"][0]  # one number, one unit
     traffic = run.draw("placement_traffic")
     drawn = next(trace for trace in traffic.data if trace["type"] == "bar")["y"]
@@ -57,6 +60,53 @@ def test_the_command_line_writes_tables_a_report_and_a_summary(trace, tmp_path):
         assert run.draw(spec.name).title in page
     assert run.figure("cache_curve").data
     assert moescope.deploy(trace, slots=[2, 4], out=out, quiet=True).info == run.info  # it is reused
+
+
+def test_findings_lead_with_half_of_the_experts_and_name_the_range_and_intervals(trace, tmp_path):
+    run = moescope.deploy(trace, slots="2,0.5,6", out=tmp_path / "run", quiet=True)
+    rows = run.table("residency")
+    assert sorted(rows["slots"].unique()) == [2, 4, 6]
+    lru = rows[(rows["policy"] == "lru") & rows["layer"].isna()].set_index("slots")
+    first = run.verb.summary(run).findings[0]
+    caption = run.draw("cache_curve").caption
+    for words in (first, caption):
+        low, high = 100 * lru.loc[4, ["low", "high"]].astype(float)
+        assert f"{100 * lru.loc[4, 'hit_rate']:.1f} % [{low:.1f}, {high:.1f}]" in words.split("LRU")[0]
+        assert all(f"{100 * lru.loc[size, 'hit_rate']:.1f} % with {size}" in words for size in (2, 6))
+    ticks = run.draw("cache_curve").layout["xaxis"]["tickvals"]
+    assert list(ticks) == [2, 4, 6]
+
+
+def test_a_single_size_is_drawn_with_markers_and_a_split_only_over_all_layers(trace, tmp_path):
+    run = moescope.deploy(trace, slots=[4], out=tmp_path / "run", quiet=True)
+    for name in ("cache_curve", "cache_loading"):
+        assert all("markers" in line["mode"] for line in run.draw(name).data)
+    drawn = {name: [line["name"] for line in run.draw(name).data] for name in ("cache_curve", "cache_layers")}
+    assert any("split" in name for name in drawn["cache_curve"])
+    assert not any("split" in name for name in drawn["cache_layers"])
+
+
+def test_one_expert_per_device_is_nothing_to_place_and_not_the_default(trace, tmp_path):
+    run = moescope.deploy(trace, out=tmp_path / "default", quiet=True)
+    assert run.table("placement")["devices"].unique() == [4]  # 8 experts, two per device
+    run = moescope.deploy(trace, gpus=8, out=tmp_path / "eight", quiet=True)
+    summary = run.verb.summary(run)
+    words = [text for text in summary.findings if "device" in text]
+    assert len(words) == 1
+    assert "nothing to place" in words[0]
+    assert not any("load" in key.name for key in summary.key_numbers)
+    assert "ne expert per device: nothing to place" in page_text(
+        Path(moescope.report(run)).read_text("utf-8")
+    )
+
+
+def test_the_key_number_of_coverage_counts_the_experts_that_have_enough(trace, tmp_path):
+    run = moescope.deploy(trace, min_tokens=30, out=tmp_path / "run", quiet=True)
+    tokens = trace.table("tokens")
+    uses = tokens.explode("experts").groupby(["layer", "experts"]).size()
+    key = run.verb.summary(run).key_numbers[-1]
+    assert (key.value, key.unit) == ((uses >= 30).sum(), "of 16")
+    assert 0 < key.value < 16
 
 
 def test_bytes_per_expert_come_from_the_headers_of_the_model(tmp_path):
@@ -84,6 +134,8 @@ def test_bytes_per_expert_come_from_the_headers_of_the_model(tmp_path):
         ({"slots": "1"}, "give at least 2"),
         ({"slots": "9"}, "a layer has 8 experts"),
         ({"slots": "x"}, "whole numbers"),
+        ({"slots": "4.5"}, "whole numbers"),
+        ({"slots": 0.1}, "give at least 2"),
         ({"bandwidth": 5.0}, "--expert-bytes"),
         ({"bandwidth": -1.0}, "above 0"),
         ({"phase": "prefill"}, "no tokens of prefill"),

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from deployment.deployment_runs import token_trace
-from deployment.plain_caches import random_tokens, replay_belady, replay_lru
+from deployment.plain_caches import random_tokens, replay_belady, replay_lfu, replay_lru
 from moescope.deployment.residency import POLICIES, residency_table
 from moescope.deployment.tokens import split_tokens
 
@@ -122,3 +122,39 @@ def test_empty_slots_and_tokens_that_a_layer_did_not_see_do_not_count():
     ragged = np.array([[-1, -1], [2, -1], [2, 0]])
     rows = table_of(token_trace([whole, ragged], np.zeros(3, int), 4), [2])
     assert rows.loc[("lru", 2, 1.0), ["tokens", "choices", "hit_rate"]].tolist() == [2, 3, 1 / 3]
+
+
+def test_chance_of_every_policy_is_its_rate_on_random_routing():
+    """1,000 tokens of a cycle, top 2 of 8, against plain caches on 20 random traces of that length."""
+    tokens, n = 1000, 8
+    cycle_TK = np.stack([np.arange(tokens) % n, (np.arange(tokens) + 1) % n], axis=1)
+    documents = np.repeat(np.arange(20), tokens // 20)
+    rows = table_of(token_trace([cycle_TK], documents, n), [2, 4])["chance"]
+    generator = np.random.default_rng(7)
+    drawn = [random_tokens(generator, tokens, 2, n) for _ in range(20)]
+    plain = {"lru": replay_lru, "lfu": replay_lfu, "belady": replay_belady}
+    for slots in (2, 4):
+        assert rows[("static", slots, 0.0)] == slots / n
+        rates = {
+            policy: [np.mean(replay(chosen_TK.reshape(-1).tolist(), slots)) for chosen_TK in drawn]
+            for policy, replay in plain.items()
+        }
+        counts = [np.sort(np.bincount(chosen_TK.reshape(-1), minlength=n)) for chosen_TK in drawn]
+        rates["static_in_sample"] = [count[-slots:].sum() / count.sum() for count in counts]
+        for policy, found in rates.items():
+            spread = np.std(found, ddof=1) * np.sqrt(1 / 20 + 1 / 16)  # at least 16 repetitions are drawn
+            assert rows[(policy, slots, 0.0)] == pytest.approx(np.mean(found), abs=4 * spread), policy
+    # two slots by hand: the first choice finds the last token's pair, the second what is left of it
+    assert rows[("lru", 2, 0.0)] == pytest.approx((2 / 8 + 1 / 7) / 2, abs=0.006)
+
+
+def test_chance_with_cold_starts_and_empty_slots_is_that_of_such_a_trace():
+    """One-token documents never hit; a document of two single choices hits with probability 1/n."""
+    single = token_trace([np.tile([[0, 1]], (40, 1))], np.arange(40), 4)
+    assert table_of(single, [2], cold=True).loc[("lru", 2, 0.0), "chance"] == 0
+    ragged = np.tile([[0, -1]], (80, 1))
+    pairs = table_of(token_trace([ragged], np.repeat(np.arange(40), 2), 4), [2], cold=True)
+    draws = 256 * 40
+    for policy in ("lru", "lfu", "belady"):
+        found = pairs.loc[(policy, 2, 0.0), "chance"]
+        assert found == pytest.approx(1 / 8, abs=4 * np.sqrt(0.25 * 0.75 / draws) / 2)

@@ -16,9 +16,9 @@ from moescope.plotting.style import (
     category_style,
     counted,
     grey_line,
-    k_axis,
     layer_axis,
     number,
+    step_axis,
 )
 from moescope.verb import Figure, FigureSpec, Slider, Tables, Trace
 
@@ -30,6 +30,11 @@ POLICY_STYLES: dict[str, dict[str, Any]] = {
     "static": {"name": "static list", "color": CATEGORICAL[1], "dash": "solid"},
     "static_in_sample": {"name": "static list in sample", "color": CATEGORICAL[4], "dash": "dot"},
 }
+RANDOM_LRU = "LRU, random routing"
+PRELOADED = (
+    "The optimum starts empty; static lists are loaded before the first token, so they may lie above it, "
+    "by at most the compulsory misses."
+)
 SHARE_AXIS = {"tickformat": ".0%", "range": [0, 1.02]}
 
 
@@ -68,11 +73,15 @@ def with_whiskers(line: Trace, rows: pd.DataFrame, column: str) -> Trace:
 # --- expert caches
 
 
-def middle_slots(rows: pd.DataFrame) -> int:
-    """The number of slots that findings name: a quarter of the experts where it was replayed."""
-    sizes = sorted(int(size) for size in rows["slots"].unique())
-    quarter = int(rows["n_experts"].max()) // 4
-    return quarter if quarter in sizes else sizes[len(sizes) // 2]
+def lead_slots(rows: pd.DataFrame) -> int:
+    """The number of slots that findings name first: the one nearest to half of the experts."""
+    half = int(rows["n_experts"].max()) / 2
+    return min((int(size) for size in sorted(rows["slots"].unique())), key=lambda size: abs(size - half))
+
+
+def slots_axis(sizes: pd.Series) -> dict[str, Any]:
+    """A logarithmic axis with a tick at every size that was replayed, at most 10."""
+    return {"type": "log", **step_axis(sorted(sizes.unique()))}
 
 
 def policy_rate(rows: pd.DataFrame, policy: str, slots: int, column: str = "hit_rate") -> float:
@@ -80,6 +89,29 @@ def policy_rate(rows: pd.DataFrame, policy: str, slots: int, column: str = "hit_
     found = together(rows)
     found = found[(found["policy"] == policy) & (found["slots"] == slots)]
     return float(found[column].iloc[0])
+
+
+def rate_words(rows: pd.DataFrame, policy: str, slots: int) -> str:
+    """ "80.0 % [78.1, 81.9]": the hit rate and, where there is one, its interval over documents."""
+    rate, low, high = (policy_rate(rows, policy, slots, column) for column in ("hit_rate", "low", "high"))
+    return percent(rate) + (f" [{100 * low:.1f}, {100 * high:.1f}]" if np.isfinite(low) else "")
+
+
+def size_words(rows: pd.DataFrame) -> str:
+    """ "; 19.6 % with 2 slots to 46.5 % with 4": LRU over the sizes, where there are several."""
+    sizes = sorted(int(size) for size in rows["slots"].unique())
+    ends = [f"{percent(policy_rate(rows, 'lru', size))} with {size}" for size in (sizes[0], sizes[-1])]
+    return f" LRU over sizes: {ends[0]} to {ends[1]} slots." if len(sizes) > 1 else ""
+
+
+def chance_line(rows: pd.DataFrame, x: str, name: str = RANDOM_LRU, dash: str = "dash") -> Trace:
+    """The chance level of one policy in grey, with a marker where it is a single point."""
+    line = grey_line(rows[x].to_numpy(), rows["chance"].to_numpy(float), name, dash)
+    return marked(line)
+
+
+def marked(line: Trace) -> Trace:
+    return {**line, "mode": "lines+markers", "marker": {"size": 5, "color": line["line"]["color"]}}
 
 
 def cache_curve(tables: Tables) -> Figure:
@@ -93,21 +125,21 @@ def cache_curve(tables: Tables) -> Figure:
             continue
         line = styled_line(group["slots"], group["hit_rate"], style)
         data.append(with_whiskers(line, group, "hit_rate"))
-    chance = whole[whole["policy"] == "lru"]
-    data.append(grey_line(chance["slots"].to_numpy(), chance["chance"].to_numpy(float), "random list"))
-    slots = middle_slots(rows)
+    data.append(chance_line(whole[whole["policy"] == "lru"], "slots"))
+    data.append(chance_line(whole[whole["policy"] == "static"], "slots", "random list", "dot"))
+    slots = lead_slots(rows)
     return Figure(
         "cache_curve",
         "Hit rate of expert caches",
-        f"{slots} slots per layer hold {percent(policy_rate(rows, 'lru', slots))} of choices with LRU, "
-        f"{percent(policy_rate(rows, 'belady', slots))} at the optimum (random list: "
-        f"{percent(policy_rate(rows, 'lru', slots, 'chance'))}).",
+        f"{slots} slots per layer hold {rate_words(rows, 'lru', slots)} of choices with LRU, "
+        f"{rate_words(rows, 'belady', slots)} at the optimum (random routing: "
+        f"{percent(policy_rate(rows, 'lru', slots, 'chance'))} with LRU).{size_words(rows)} {PRELOADED}",
         ("hit_rate", "policy", "slots", "residency.optimum", "residency.chance", "compulsory"),
         data,
-        base_layout("slots per layer", "hit rate", xaxis=k_axis(whole["slots"]), yaxis=SHARE_AXIS),
+        base_layout("slots per layer", "hit rate", xaxis=slots_axis(whole["slots"]), yaxis=SHARE_AXIS),
         height=400,
         details="All layers together. Whiskers: 95 % intervals over documents, where there are 20 or more. "
-        "The optimum starts empty; a preloaded list can beat it by its compulsory misses. Of a single "
+        "Grey: LRU on random routing, and a list of random experts. Of a single "
         "document, the static list and the split are tested on its second half only.",
     )
 
@@ -117,23 +149,25 @@ def cache_layers(tables: Tables) -> Figure:
     rows = tables["residency"]
     layers = rows[rows["layer"].notna()].sort_values("layer")
     sizes = sorted(int(size) for size in rows["slots"].unique())
+    # a split gives layers other numbers of slots: it is compared over all layers only
+    of_layers = {policy: style for policy, style in POLICY_STYLES.items() if policy != "lru_split"}
     data, captions = [], []
     for slots in sizes:
         of_size = layers[layers["slots"] == slots]
-        for policy, style in POLICY_STYLES.items():
+        for policy, style in of_layers.items():
             group = of_size[of_size["policy"] == policy]
             data.append(styled_line(group["layer"], group["hit_rate"], style))
             data[-1]["hovertemplate"] = f"layer %{{x}}<br>{style['name']} %{{y:.1%}}<extra></extra>"
         group = of_size[of_size["policy"] == "lru"]
-        data.append(grey_line(group["layer"].to_numpy(), group["chance"].to_numpy(float), "random list"))
+        data.append(chance_line(group, "layer"))
         worst, best = (group.loc[pick] for pick in (group["hit_rate"].idxmin(), group["hit_rate"].idxmax()))
         captions.append(
             f"{slots} slots, LRU: {percent(worst['hit_rate'])} in layer {int(worst['layer'])} to "
-            f"{percent(best['hit_rate'])} in layer {int(best['layer'])} (random list: "
+            f"{percent(best['hit_rate'])} in layer {int(best['layer'])} (random routing: "
             f"{percent(group['chance'].mean())})."
         )
-    start = sizes.index(middle_slots(rows))
-    per = len(POLICY_STYLES) + 1
+    start = sizes.index(lead_slots(rows))
+    per = len(of_layers) + 1
     return Figure(
         "cache_layers",
         "Cache hit rate per layer",
@@ -145,6 +179,7 @@ def cache_layers(tables: Tables) -> Figure:
         ),
         Slider("slots", [str(slots) for slots in sizes], start, per, captions),
         height=400,
+        details=PRELOADED,
     )
 
 
@@ -165,8 +200,8 @@ def cache_loading(tables: Tables) -> Figure:
     chance = whole[whole["policy"] == "lru"]
     every = chance[column] / (1 - chance["hit_rate"])  # of loading every choice
     random = (every * (1 - chance["chance"])).to_numpy(float)
-    data.append(grey_line(chance["slots"].to_numpy(), random, "random list"))
-    slots = middle_slots(rows)
+    data.append(marked(grey_line(chance["slots"].to_numpy(), random, RANDOM_LRU)))
+    slots = lead_slots(rows)
     return Figure(
         "cache_loading",
         "Loading per token",
@@ -174,7 +209,9 @@ def cache_loading(tables: Tables) -> Figure:
         f"{loading_words(rows, 'belady', slots)} at the optimum.",
         (column, "policy", "slots"),
         data,
-        base_layout("slots per layer", label, xaxis=k_axis(whole["slots"]), yaxis={"rangemode": "tozero"}),
+        base_layout(
+            "slots per layer", label, xaxis=slots_axis(whole["slots"]), yaxis={"rangemode": "tozero"}
+        ),
         height=400,
         details="All layers added up, every miss loaded once, nothing overlapped with computation.",
     )
@@ -222,14 +259,16 @@ def prefetch_curve(tables: Tables) -> Figure:
     chance = rows[rows["predictor"] == "static_in_sample"]
     budgets = chance["budget"].to_numpy()
     data.append(grey_line(budgets, chance["optimum"].to_numpy(float), "optimum: foresight", "dot"))
-    data.append(grey_line(budgets, chance["chance"].to_numpy(float), "random experts"))
+    data.append(chance_line(chance, "budget", "random experts"))
     return Figure(
         "prefetch_curve",
         "Recall of predicted experts",
         prefetch_words(rows, int(budgets[0])),
         ("recall", "predictor", "budget", "prefetch.chance"),
         data,
-        base_layout("experts named per layer", "recall", xaxis=k_axis(budgets), yaxis=SHARE_AXIS),
+        base_layout(
+            "experts named per layer", "recall", xaxis=slots_axis(chance["budget"]), yaxis=SHARE_AXIS
+        ),
         height=400,
         details="All layers together. Whiskers: 95 % intervals over documents, where there are 20 or more.",
     )
@@ -289,6 +328,12 @@ METHOD_STYLES: dict[str, dict[str, Any]] = {
     "coactivation": {"name": "co-activation", "color": CATEGORICAL[2], "dash": "solid"},
     "contiguous": {"name": "contiguous (default)", "color": CATEGORICAL[1], "dash": "solid"},
 }
+
+
+def one_each(tables: Tables) -> bool:
+    """Whether every device holds one expert, so that there is nothing to place."""
+    rows = tables["placement"]
+    return bool(rows["devices"].iloc[0] >= tables["residency"]["n_experts"].max())
 
 
 def placement_balance(tables: Tables) -> Figure:

@@ -32,10 +32,11 @@ def prefetch_table(
     counts = {name: [layer[name] for layer in found] for name in PREDICTORS}
     rows = []
     nothing, most = [np.nan] * len(trace.layers), max(trace.n_experts)
+    chance = [np.arange(n + 1) / n for n in trace.n_experts]  # of random experts, by budget
     for budget in sorted({min(factor * trace.k, most) for factor in (1, 2, 4)}):
         for name, layers in counts.items():
             sums = [layer_sums(layer, budget) for layer in layers]
-            for row in rate_rows(trace, sums, nothing, nothing, [float(budget)] * len(layers)):
+            for row in rate_rows(trace, sums, nothing, nothing, [float(budget)] * len(layers), chance):
                 if row["choices"]:
                     rows.append({**row, "predictor": name, "budget": budget, "optimum": 1.0})
     frame = pd.DataFrame(rows).rename(columns={"hit_rate": "recall"})

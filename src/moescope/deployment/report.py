@@ -12,16 +12,19 @@ from moescope.deployment.figures import (
     PREFETCH,
     RESIDENCY,
     coverage_words,
+    lead_slots,
     loading_words,
     method_words,
-    middle_slots,
+    one_each,
     percent,
     policy_rate,
     prefetch_words,
+    rate_words,
+    size_words,
     together,
 )
 from moescope.deployment.tables import TABLES
-from moescope.plotting.style import counted, number
+from moescope.plotting.style import capital, counted, number
 from moescope.reporting.pack import table_payload
 from moescope.run import Run
 from moescope.verb import (
@@ -36,6 +39,7 @@ from moescope.verb import (
     all_rows,
 )
 
+NOTHING_TO_PLACE = "one expert per device: nothing to place"
 LEAST_USED = 20  # rows of the table of experts
 
 
@@ -60,29 +64,27 @@ def summary(run: Run) -> Summary:
 
 def cache_summary(run: Run) -> tuple[list[KeyNumber], list[str]]:
     rows = run.table("residency")
-    slots = middle_slots(rows)
-    lru, best, chance, static = (
+    slots = lead_slots(rows)
+    lru, chance, list_chance = (
         policy_rate(rows, policy, slots, column)
-        for policy, column in (
-            ("lru", "hit_rate"),
-            ("belady", "hit_rate"),
-            ("lru", "chance"),
-            ("static", "hit_rate"),
-        )
+        for policy, column in (("lru", "hit_rate"), ("lru", "chance"), ("static", "chance"))
     )
-    name, word = f"LRU hit rate, {slots} slots", f"optimum {percent(best)}"
-    keys = [KeyNumber(name, 100 * lru, 100 * chance, "%", word, "random list", 100.0)]
+    name, word = f"LRU hit rate, {slots} slots", f"optimum {rate_words(rows, 'belady', slots)}"
+    keys = [KeyNumber(name, 100 * lru, 100 * chance, "%", word, "random routing", 100.0)]
     place = {"tab": "deployment"}
+    of = f"{slots} of {int(rows['n_experts'].max())}"
     findings: list[str] = [
         Finding(
-            f"Expert cache: {slots} slots per layer hold {percent(lru)} of choices with LRU; the optimum is "
-            f"{percent(best)} (random list: {percent(chance)}).",
+            f"Expert cache: {of} experts per layer hold {rate_words(rows, 'lru', slots)} of choices with "
+            f"LRU; the optimum is {rate_words(rows, 'belady', slots)} (random routing: {percent(chance)} "
+            f"with LRU).{size_words(rows)}",
             **place,
         ),
         Finding(
-            f"Static list: the {slots} experts per layer used most on other text hold {percent(static)} of "
-            f"choices, those used most on the same text "
-            f"{percent(policy_rate(rows, 'static_in_sample', slots))}.",
+            f"Static list: the {of} experts per layer used most on other text hold "
+            f"{rate_words(rows, 'static', slots)} of choices (random list: {percent(list_chance)}), those "
+            f"used most on the same text {rate_words(rows, 'static_in_sample', slots)} (random routing: "
+            f"{percent(policy_rate(rows, 'static_in_sample', slots, 'chance'))}).",
             **place,
         ),
         Finding(
@@ -91,11 +93,11 @@ def cache_summary(run: Run) -> tuple[list[KeyNumber], list[str]]:
             **place,
         ),
     ]
-    split, even = (policy_rate(rows, "lru_split", slots, column) for column in ("hit_rate", "uniform"))
+    even = policy_rate(rows, "lru_split", slots, "uniform")
     findings.append(
         Finding(
-            f"Split over layers: the same bytes placed where they gain most hold {percent(split)} of "
-            f"choices, equal slots in every layer {percent(even)}.",
+            f"Split over layers: the bytes of {slots} slots placed where they gain most hold "
+            f"{rate_words(rows, 'lru_split', slots)} of choices, equal slots in every layer {percent(even)}.",
             **place,
         )
     )
@@ -119,6 +121,8 @@ def placement_summary(run: Run) -> tuple[list[KeyNumber], list[str]]:
     devices, copies = int(rows["devices"].iloc[0]), int(rows["redundant"].iloc[0])
     if devices == 1:
         return [], []
+    if one_each({name: run.table(name) for name in ("placement", "residency")}):
+        return [], [Finding(f"Placement on {devices} devices: {NOTHING_TO_PLACE}.", tab="deployment")]
     balanced, default, random = (
         float(whole.loc[method, "balancedness"]) for method in ("balanced", "contiguous", "random")
     )
@@ -145,8 +149,8 @@ def coverage_summary(run: Run) -> tuple[list[KeyNumber], list[str]]:
     whole = (
         rows[(rows["domain"] == "") & ~rows["extrapolated"].astype(bool)].sort_values("documents").iloc[-1]
     )
-    experts, name = int(whole["experts"]), f"Experts below {int(whole['minimum'])} tokens"
-    key = KeyNumber(name, int(whole["below"]), unit=f"of {experts:,}", most=float(experts))
+    experts, name = int(whole["experts"]), f"Experts with {int(whole['minimum'])} tokens"
+    key = KeyNumber(name, experts - int(whole["below"]), unit=f"of {experts:,}", most=float(experts))
     return [key], [Finding(f"Coverage: {coverage_words(rows)}", tab="deployment", colour="coverage")]
 
 
@@ -207,6 +211,8 @@ def prefetch_section(tables: Tables) -> Section:
 def placement_section(tables: Tables) -> Section:
     rows = tables["placement"]
     columns = ["method", "balancedness", "batch_balancedness", "cross_device", "cross_node"]
+    if one_each(tables):
+        return Section("placement", "Placement on devices", f"{capital(NOTHING_TO_PLACE)}.")
     return Section(
         "placement",
         "Placement on devices",

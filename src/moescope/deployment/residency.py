@@ -20,6 +20,7 @@ from moescope.deployment.caches import (
     spread,
     stack_depths,
 )
+from moescope.deployment.chance import random_rates
 from moescope.deployment.tokens import Split, TokenTrace, hottest_first, map_parts, usage
 from moescope.statistics import clip_share, jackknife_interval
 from moescope.types import Array, Integers
@@ -56,6 +57,7 @@ def residency_table(
     cold: bool,
     advance: Callable[[int], None],
     jobs: int = 1,
+    seed: int = 0,
 ) -> pd.DataFrame:
     """Return one row per policy, number of slots and layer; layer null: all layers together."""
     import pandas as pd
@@ -69,17 +71,18 @@ def residency_table(
     batches = map_parts(work, parts, jobs, lambda done: advance(done * at_once))
     layers = [layer for batch in batches for layer in batch]
     sizes_L = np.ones(len(layers)) if expert_bytes is None else expert_bytes
+    chance = chance_curves(trace, most, cold, seed)
     rows = []
     for size in slots:
         for policy in POLICIES:
             if policy == "lru_split":
-                rows += split_rows(trace, layers, size, sizes_L)
+                rows += split_rows(trace, layers, size, sizes_L, chance["lru"])
             else:
                 caches = [
                     Part(size, *layer.policies[policy], min(size, n))
                     for layer, n in zip(layers, trace.n_experts, strict=True)
                 ]
-                rows += policy_rows(trace, policy, size, caches, layers)
+                rows += policy_rows(trace, policy, size, caches, layers, chance[policy])
     frame = pd.DataFrame(rows)
     frame["bytes_per_token"] = np.nan
     if expert_bytes is not None:
@@ -93,6 +96,20 @@ def residency_table(
         ]
     frame["ms_per_token"] = frame["bytes_per_token"] / (bandwidth * 1e6) if bandwidth else np.nan
     return frame
+
+
+def chance_curves(trace: TokenTrace, most: int, cold: bool, seed: int) -> dict[str, list[Array]]:
+    """Hit rates on random routing by number of slots, per policy and layer; equal layers are drawn once."""
+    drawn: dict[tuple[int, bytes], dict[str, Array]] = {}
+    curves: dict[str, list[Array]] = {policy: [] for policy in POLICIES if policy != "lru_split"}
+    for n, chosen_TK in zip(trace.n_experts, trace.chosen_LTK, strict=True):
+        filled_TK = chosen_TK >= 0
+        key = (n, np.packbits(filled_TK).tobytes())
+        if key not in drawn:
+            drawn[key] = random_rates(filled_TK, trace.document_T if cold else None, n, most, seed)
+        for policy, layers in curves.items():
+            layers.append(drawn[key][policy])
+    return curves
 
 
 def replay_layers(trace: TokenTrace, most: int, splits: list[Split], cold: bool) -> list[LayerReplays]:
@@ -182,7 +199,12 @@ class Part(NamedTuple):
 
 
 def policy_rows(
-    trace: TokenTrace, policy: str, slots: int, parts: list[Part], layers: list[LayerReplays]
+    trace: TokenTrace,
+    policy: str,
+    slots: int,
+    parts: list[Part],
+    layers: list[LayerReplays],
+    chance: list[Array],
 ) -> list[dict[str, Any]]:
     """Return the rows of one policy and size: every layer, then all together."""
     sums = [layer_sums(part.counts, part.slots) for part in parts]
@@ -192,7 +214,7 @@ def policy_rows(
     first = [layer.compulsory for layer in layers]
     return [
         {**row, "policy": policy, "slots": slots}
-        for row in rate_rows(trace, sums, best, first, [part.layer_slots for part in parts])
+        for row in rate_rows(trace, sums, best, first, [part.layer_slots for part in parts], chance)
     ]
 
 
@@ -208,12 +230,22 @@ def share_of(sums_GX: Integers) -> float:
 
 
 def rate_rows(
-    trace: TokenTrace, sums: list[Integers], best: list[float], first: list[float], layer_slots: list[float]
+    trace: TokenTrace,
+    sums: list[Integers],
+    best: list[float],
+    first: list[float],
+    layer_slots: list[float],
+    chance: list[Array],
 ) -> list[dict[str, Any]]:
     """Rates with intervals, per layer and of all layers together (weighted by choices)."""
     choices_L = np.array([sums_GX[:, 1].sum() for sums_GX in sums], dtype=float)
     weights_L = choices_L / max(choices_L.sum(), 1)
-    chance_L = np.array([min(size / n, 1.0) for size, n in zip(layer_slots, trace.n_experts, strict=True)])
+    chance_L = np.array(
+        [
+            np.interp(size, np.arange(len(rates)), rates)
+            for size, rates in zip(layer_slots, chance, strict=True)
+        ]
+    )
     rows = []
     for at, number in enumerate(trace.layers):
         row = rate_row(trace, sums[at], best[at], first[at], float(chance_L[at]))
@@ -254,7 +286,7 @@ def rate_row(
 
 
 def split_rows(
-    trace: TokenTrace, layers: list[LayerReplays], slots: int, sizes_L: Array
+    trace: TokenTrace, layers: list[LayerReplays], slots: int, sizes_L: Array, chance: list[Array]
 ) -> list[dict[str, Any]]:
     """LRU with the same bytes in all, split over layers by what the learned part's curves gain."""
     most, halves = min(trace.n_experts), len(layers[0].learned)
@@ -270,7 +302,7 @@ def split_rows(
             split[at] += layer_sums(layer.tested[number], int(chosen_L[at]))
             even[at] += layer_sums(layer.tested[number], slots)
     first = [layer.compulsory for layer in layers]
-    rows = rate_rows(trace, split, [np.nan] * len(layers), first, shares.tolist())
+    rows = rate_rows(trace, split, [np.nan] * len(layers), first, shares.tolist(), chance)
     uniform = [*map(share_of, even), share_of(np.sum(even, axis=0))]
     return [
         {**row, "policy": "lru_split", "slots": slots, "uniform": rate}

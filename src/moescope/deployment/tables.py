@@ -19,7 +19,7 @@ COLUMNS: dict[str, Column] = {
     "residency.tokens": Column("int", "Tokens tested."),
     "choices": Column("int", "Choices tested: tokens times experts per token."),
     "hit_rate": Column("float", "Share of choices whose expert is in the cache.", "hits/choices",
-        worst="0", chance="slots/n", best="optimum", title="hit rate",
+        worst="0", chance="chance: the same policy, random routing", best="optimum", title="hit rate",
         misleads="Tokens come one after the other, as in decoding one request; batches share experts."),
     "residency.low": Column("float", "Lower end of the 95 % interval of hit_rate over documents.",
         "hit rate − t · jackknife standard error over groups of documents",
@@ -32,7 +32,9 @@ COLUMNS: dict[str, Column] = {
         "Hit rate of Belady's optimum from the same start on the same tokens: from an empty cache for lru "
         "and lfu, from the preloaded list for static. Null for lru_split, and for static with --cold.",
         best="1 − compulsory, from an empty cache"),
-    "residency.chance": Column("float", "Hit rate of a random list of as many experts.", "slots/n"),
+    "residency.chance": Column("float",
+        "Hit rate of the same policy on random routing: every token's experts drawn uniformly, as many as in "
+        "the trace, replayed (static: a list that knows nothing of the text, exactly).", "static: slots/n"),
     "compulsory": Column("float",
         "Share of choices that are the first of their expert: no cache that starts empty holds them.",
         title="compulsory misses"),

@@ -7,7 +7,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
-from moescope.arguments import numbers, one_of
+from moescope.arguments import one_of
 from moescope.checkpoint import open_checkpoint
 from moescope.deployment.figures import FIGURES
 from moescope.deployment.report import guide, measures, sections, summary, title
@@ -31,7 +31,7 @@ def deploy(
     trace: str | Path | Run,
     *,
     model: str | Path | None = None,
-    slots: int | str | Iterable[int] = (),
+    slots: float | str | Iterable[float] = (),
     bandwidth: float | None = None,
     gpus: int | None = None,
     nodes: int = 1,
@@ -61,10 +61,10 @@ def deploy(
     model : MODEL
         Checkpoint whose headers give the bytes per expert.
     slots : LIST, default a sixteenth to half of the experts
-        Experts per layer that a cache holds: 8,16,32.
+        Experts per layer that a cache holds, or shares of them: 8,16,32 or 0.25,0.5.
     bandwidth : GB/S
         Speed of loading experts; adds milliseconds per token.
-    gpus : GPUS, default up to 8
+    gpus : GPUS, default up to 8 with two experts each
         Devices that share the experts of every layer.
     nodes : NODES
         Nodes that hold the devices.
@@ -90,7 +90,7 @@ def deploy(
     jobs : JOBS
         Processes to compute in, for long traces; changes no number.
     seed : SEED
-        Seed that splits documents into halves.
+        Seed that splits documents into halves and draws random routing.
     overwrite : bool
         Replace a run that is in the folder.
     quiet : bool
@@ -104,7 +104,7 @@ def deploy(
     given = dict(locals())
     if phase is not None:
         one_of("phase", phase, get_args(Phase))
-    sizes = numbers("slots", slots) if slots else ()
+    given_sizes = sizes_or_shares(slots) if slots else ()
     checked = (("bandwidth", bandwidth), ("expert_bytes", expert_bytes))
     for name, value in checked:
         if value is not None and not 0 < value < float("inf"):
@@ -126,7 +126,7 @@ def deploy(
     given["trace"] = traced.path
     moe = None if model is None else read_moe(open_checkpoint(model))
     identity = {
-        "arguments": VERB.identity(given, slots=sizes, model=moe and moe.checkpoint.header_hash()),
+        "arguments": VERB.identity(given, slots=given_sizes, model=moe and moe.checkpoint.header_hash()),
         "checkpoints": traced.info.get("checkpoints", []),
         "runs": [
             {"role": "trace", "path": str(traced.path.resolve()), "finished": traced.info.get("finished")}
@@ -141,7 +141,7 @@ def deploy(
     from moescope.deployment.tokens import read_tokens
 
     tokens = read_tokens(traced, phase)
-    sizes = sizes or default_slots(tokens)
+    sizes = slots_of(given_sizes, max(tokens.n_experts)) or default_slots(tokens)
     check_slots(sizes, tokens)
     bytes_L = sizes_of_experts(tokens, moe, expert_bytes)
     cluster = choose_cluster(tokens, given)
@@ -186,7 +186,9 @@ def table_tasks(
     bandwidth, cold, jobs = given["bandwidth"], given["cold"], given["jobs"]
     return {
         "residency": lambda advance: {
-            "residency": residency_table(tokens, slots, splits, bytes_L, bandwidth, cold, advance, jobs)
+            "residency": residency_table(
+                tokens, slots, splits, bytes_L, bandwidth, cold, advance, jobs, given["seed"]
+            )
         },
         "prefetch": lambda advance: {"prefetch": prefetch_table(tokens, splits, advance, jobs)},
         "placement": lambda advance: {
@@ -197,6 +199,28 @@ def table_tasks(
 
 
 # --- arguments
+
+
+def sizes_or_shares(slots: float | str | Iterable[float]) -> tuple[float, ...]:
+    """Return numbers of slots and shares of the experts, given as one, a list, or separated by commas."""
+    parts = (
+        slots.split(",") if isinstance(slots, str) else [slots] if isinstance(slots, int | float) else slots
+    )
+    try:
+        found = [float(part) for part in parts if str(part).strip()]
+    except (TypeError, ValueError):
+        found = [0.0]
+    if not all(0 < size < 1 or (size >= 1 and size.is_integer()) for size in found):
+        raise BadInput(
+            f"slots {slots!r}: give whole numbers from 1, or shares of the experts below 1, such as 8,16 "
+            "or 0.5"
+        )
+    return tuple(sorted({size if size < 1 else int(size) for size in found}))
+
+
+def slots_of(given: tuple[float, ...], n_experts: int) -> tuple[int, ...]:
+    """Return numbers of slots; a share is rounded down to whole experts."""
+    return tuple(sorted({int(size * n_experts + 1e-9) if size < 1 else int(size) for size in given}))
 
 
 def default_slots(tokens: TokenTrace) -> tuple[int, ...]:
@@ -216,7 +240,7 @@ def check_slots(slots: tuple[int, ...], tokens: TokenTrace) -> None:
 
 
 def choose_cluster(tokens: TokenTrace, given: dict[str, Any]) -> Cluster:
-    """Return the devices as given; by default the most up to 8 that the experts fill evenly."""
+    """Return the devices as given; by default the most up to 8 that hold two experts each or more, evenly."""
     from moescope.deployment.placement import Cluster, check_cluster
 
     nodes, redundant = given["nodes"], given["redundant"]
@@ -224,7 +248,7 @@ def choose_cluster(tokens: TokenTrace, given: dict[str, Any]) -> Cluster:
     even = [
         number
         for number in range(1, 9)
-        if not any(count % number for count in counts) and number % nodes == 0
+        if not any(count % number for count in counts) and number % nodes == 0 and 2 * number <= min(counts)
     ]
     cluster = Cluster(given["gpus"] or max(even, default=nodes), nodes, redundant, given["batch_tokens"])
     check_cluster(cluster, tokens.n_experts)
