@@ -29,8 +29,8 @@ def layers_table(
                 "sv_alignment_low": r - 0.01,
                 "sv_alignment_high": r + 0.01,
                 "null_l2": 2**0.5,
-                "null_l2_matched": 1.38 if name != "unsigned" else 1.39,
-                "null_sv_matched": 0.04 if name != "unsigned" else 0.03,
+                "null_l2_matched": 1.38 if name != "x_unsigned" else 1.39,
+                "null_sv_matched": 0.04 if name != "x_unsigned" else 0.03,
             }
             for name, (l2, r) in series.items()
             for layer in range(layers)
@@ -100,10 +100,10 @@ def test_solid_is_r_dashed_is_l2_and_a_series_has_one_colour():
 def test_the_other_legend_names_the_quantities_and_what_grey_means():
     figure = chart(layers_table(PUBLISHED))
     named = [trace["name"] for trace in figure.data if trace.get("legend") == "legend"]
-    assert named == ["R", "relative L2", "unrelated experts: √2 and 0", "matched rotated experts"]
+    assert named == ["unrelated experts: R 0, relative L2 √2", "matched rotated experts"]
     assert figure.layout["legend2"]["title"]["text"] == "series"
     shown = [trace for trace in figure.data if trace.get("showlegend", True)]
-    assert len(shown) == 4 + 3
+    assert len(shown) == 2 + 3
 
 
 def filled(figure, rgb: str) -> list[tuple[list[float], list[float]]]:
@@ -119,7 +119,7 @@ GREY_RGB = ",".join(str(int(GREY[place : place + 2], 16)) for place in (1, 3, 5)
 
 
 def test_chance_is_always_drawn_unrelated_dotted_and_matched_random_shaded():
-    figure = chart(layers_table({"base_to_ift": (0.05, 0.998), "unsigned": (1.39, 0.03)}))
+    figure = chart(layers_table({"x_permuted": (0.05, 0.998), "x_unsigned": (1.39, 0.03)}))
     dotted = [
         trace
         for trace in figure.data
@@ -130,6 +130,16 @@ def test_chance_is_always_drawn_unrelated_dotted_and_matched_random_shaded():
     assert len(bands) == 2
     np.testing.assert_allclose(bands[0], [[1.38] * 4, [2**0.5] * 4])  # the widest of the series' own
     np.testing.assert_allclose(bands[1], [[0] * 4, [0.04] * 4])
+    assert filled(chart(layers_table({"base_to_ift": (0.05, 0.998)})), GREY_RGB) == []  # nothing is matched
+
+
+def test_r_and_l2_have_a_panel_each():
+    figure = chart(layers_table({"x_permuted": (0.05, 0.998)}))
+    panels = {trace["name"]: trace.get("yaxis", "y") for trace in figure.data if trace["mode"] != "lines"}
+    assert panels == {"x_permuted, R": "y", "x_permuted, relative L2": "y2"}
+    assert figure.layout["yaxis2"]["domain"][1] < figure.layout["yaxis"]["domain"][0]
+    below = [trace.get("yaxis") for trace in figure.data if trace.get("fill") == "tonexty"]
+    assert sorted(map(str, below)) == ["None", "None", "y2", "y2"]
 
 
 def test_intervals_are_shaded_in_the_series_colour_and_absent_ones_are_not():
@@ -146,7 +156,7 @@ def test_intervals_are_shaded_in_the_series_colour_and_absent_ones_are_not():
 
 def test_captions_state_the_range_of_one_series_and_the_means_of_several():
     one = chart(layers_table({"base_to_ift": (0.05, 0.998)})).caption
-    for words in ("0.05 (layer 0) to 0.08 (layer 3)", "R 0.998 ", "1.41 and 0", "1.38 and 0.04"):
+    for words in ("0.05 (layer 0) to 0.08 (layer 3)", "R 0.998 ", "1.41 and 0)"):
         assert words in one
     several = chart(layers_table(PUBLISHED)).caption
     assert "base_to_ift 0.065 and 0.998, m_smoe 1.41 and 0, m_smoe_permuted 1.38 and 0.02" in several

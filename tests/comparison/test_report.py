@@ -188,7 +188,7 @@ def test_every_figure_is_drawn_and_nothing_is_wider_than_the_page(
         page.keyboard.press("End")
         expect(heat).to_contain_text("router row: layer")
         legends = page.locator("figure[data-name=expert_distance_gate] .plot")
-        expect(legends.locator(".legendtext")).to_have_count(4)
+        expect(legends.locator(".legendtext")).to_have_count(2)
         expect(legends.locator(".legend2text")).to_have_text(["b_base_to_tuned", "b_base_to_tuned_permuted"])
     context.close()
     assert troubles == []

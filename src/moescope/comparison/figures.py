@@ -24,12 +24,14 @@ from moescope.verb import Figure, FigureSpec, Slider, Tables, Trace
 PROJECTIONS = ("gate", "up", "down")
 UNRELATED_L2 = float(np.sqrt(2))
 SERIES_NAMED = 3  # in a caption
+MATCHED_SERIES = ("_permuted", "_unsigned", "_held_out")  # ends of the names of matched series
+BELOW: Trace = {"yaxis": "y2"}  # the panel of relative L2
 MOST_COLUMNS = 10  # bars of the columns that changed most
 HOW_TO_READ = (
-    "Solid: SV alignment R, 1 for equal singular directions, 0 expected of unrelated experts. Dashed: "
+    "Above: SV alignment R, 1 for equal singular directions, 0 expected of unrelated experts. Below: "
     "relative L2, 0 for matrices equal up to scale, √2 for unrelated ones. Coloured bands: 95 % bootstrap "
     "intervals of the mean. Grey: unrelated experts in stored order (dotted), and what matching reaches on "
-    "randomly rotated experts (band): a matched series inside the band is at chance level."
+    "randomly rotated experts (band, for matched series only): a series inside it is at chance level."
 )
 
 
@@ -47,27 +49,28 @@ class MatrixFigure(FigureSpec):
 
 
 def distance_chart(matrix: str) -> FigureSpec:
-    """R (solid) and relative L2 (dashed) of one projection per layer, one colour per series, chance in
+    """R (above) and relative L2 (below) of one projection per layer, one colour per series, chance in
     grey."""
 
     def draw(tables: Tables) -> Figure:
         rows = tables["geometry_layers"]
         rows = rows[rows["matrix"] == matrix].sort_values("layer")
-        data: list[Trace] = [*chance_traces(rows), *quantity_legend()]
+        data: list[Trace] = [*chance_traces(rows), *grey_legend(rows)]
         for index, (name, group) in enumerate(rows.groupby("series", sort=False)):
             data += interval_bands(group, index)
             data += [
                 series_line(group, str(name), index, "sv_alignment_mean", "R", "solid"),
-                series_line(group, str(name), index, "relative_l2_mean", "relative L2", "dash"),
+                {**series_line(group, str(name), index, "relative_l2_mean", "relative L2", "dash"), **BELOW},
                 legend_entry(str(name), {"color": category_style(index)["color"], "width": 6}, "legend2"),
             ]
         lowest = float(rows["sv_alignment_mean"].min()) if rows["sv_alignment_mean"].notna().any() else 0.0
         legend = {"orientation": "h", "x": 0, "xanchor": "left", "y": -0.25, "yanchor": "top"}
         layout = base_layout(
             "layer",
-            "R (solid) and relative L2 (dashed)",
-            xaxis=layer_axis(sorted(rows["layer"].unique())),
-            yaxis={"range": [min(-0.12, lowest - 0.05), 1.55]},
+            "R",
+            xaxis={**layer_axis(sorted(rows["layer"].unique())), "anchor": "y2"},
+            yaxis={"range": [min(-0.12, lowest - 0.05), 1.05], "domain": [0.54, 1]},
+            yaxis2={"range": [-0.08, 1.55], "domain": [0, 0.46], "title": {"text": "relative L2"}},
             legend={"traceorder": "normal"},  # filled traces would reverse it
             legend2={"title": {"text": "series"}, "bgcolor": "rgba(0,0,0,0)", **legend},
         )
@@ -80,11 +83,11 @@ def distance_chart(matrix: str) -> FigureSpec:
             columns,
             data,
             layout,
-            height=420,
+            height=520,
             details=HOW_TO_READ,
         )
 
-    line = f"R and relative L2 of {matrix} per layer, one colour per series, chance in grey."
+    line = f"R (above) and relative L2 (below) of {matrix} per layer, one colour per series, chance in grey."
     return MatrixFigure(
         f"expert_distance_{matrix}", ("geometry_layers",), draw, description=line, matrix=matrix
     )
@@ -93,8 +96,9 @@ def distance_chart(matrix: str) -> FigureSpec:
 def chart_caption(rows: pd.DataFrame) -> str:
     """Range over layers of one series, or means of several, with the chance levels."""
     chance = f"unrelated: {number(UNRELATED_L2)} and 0"
-    if rows["null_l2_matched"].notna().any():
-        matched = [number(rows[column].mean()) for column in ("null_l2_matched", "null_sv_matched")]
+    after = matched_rows(rows)
+    if after["null_l2_matched"].notna().any():
+        matched = [number(after[column].mean()) for column in ("null_l2_matched", "null_sv_matched")]
         chance += f"; matched random: {' and '.join(matched)}"
     series = list(dict.fromkeys(rows["series"]))
     if len(series) == 1:
@@ -141,7 +145,9 @@ def interval_bands(rows: pd.DataFrame, index: int) -> list[Trace]:
     for quantity in ("sv_alignment", "relative_l2"):
         known = rows[rows[f"{quantity}_low"].notna()]
         if len(known):
-            traces += band(known["layer"], known[f"{quantity}_low"], known[f"{quantity}_high"], color, 0.22)
+            limits = known[f"{quantity}_low"], known[f"{quantity}_high"]
+            panel = BELOW if quantity == "relative_l2" else {}
+            traces += [{**edge, **panel} for edge in band(known["layer"], *limits, color, 0.22)]
     return traces
 
 
@@ -161,30 +167,40 @@ def band(x: pd.Series, low: pd.Series, high: pd.Series, color: str, opacity: flo
 
 
 def chance_traces(rows: pd.DataFrame) -> list[Trace]:
-    """Unrelated experts dotted, at sqrt 2 and at 0; a band from there to matched rotated experts."""
-    by_layer = rows.groupby("layer", as_index=False).agg(
-        l2=("null_l2_matched", "min"), r=("null_sv_matched", "max")
+    """Unrelated experts dotted, at sqrt 2 and at 0; for matched series a band from there to matched rotated
+    experts."""
+    by_layer = (
+        matched_rows(rows)
+        .groupby("layer", as_index=False)
+        .agg(l2=("null_l2_matched", "min"), r=("null_sv_matched", "max"))
     )
     known = by_layer[by_layer["l2"].notna()]
     traces: list[Trace] = []
     if len(known):
-        traces += band(known["layer"], known["l2"], pd.Series(UNRELATED_L2, index=known.index), GREY, 0.45)
+        unrelated = pd.Series(UNRELATED_L2, index=known.index)
+        traces += [{**edge, **BELOW} for edge in band(known["layer"], known["l2"], unrelated, GREY, 0.45)]
         traces += band(known["layer"], pd.Series(0.0, index=known.index), known["r"], GREY, 0.45)
-    layers = by_layer["layer"].to_numpy()
-    for level, quantity in ((UNRELATED_L2, "relative L2"), (0.0, "R")):
+    layers = np.array(sorted(rows["layer"].unique()))
+    for level, quantity, panel in ((UNRELATED_L2, "relative L2", BELOW), (0.0, "R", {})):
         line = grey_line(layers, np.full(len(layers), level), f"unrelated experts, {quantity}", "dot")
-        traces.append({**line, "showlegend": False})
+        traces.append({**line, "showlegend": False, **panel})
     return traces
 
 
-def quantity_legend() -> list[Trace]:
-    """The first legend: lines and grey; the second one names the series."""
-    return [
-        legend_entry("R", {"color": GREY, "width": 2}),
-        legend_entry("relative L2", {"color": GREY, "width": 2, "dash": "dash"}),
-        legend_entry("unrelated experts: √2 and 0", {"color": GREY, "width": 1.5, "dash": "dot"}),
-        legend_entry("matched rotated experts", {"color": "rgba(138,144,153,0.5)", "width": 9}),
+def matched_rows(rows: pd.DataFrame) -> pd.DataFrame:
+    """Rows of series whose neurons were matched."""
+    return rows[rows["series"].str.endswith(MATCHED_SERIES)]
+
+
+def grey_legend(rows: pd.DataFrame) -> list[Trace]:
+    """The first legend says what grey means; the second one names the series."""
+    entries = [
+        legend_entry("unrelated experts: R 0, relative L2 √2", {"color": GREY, "width": 1.5, "dash": "dot"})
     ]
+    if matched_rows(rows)["null_l2_matched"].notna().any():
+        line = {"color": "rgba(138,144,153,0.5)", "width": 9}
+        entries.append(legend_entry("matched rotated experts", line))
+    return entries
 
 
 def legend_entry(name: str, line: dict[str, Any], legend: str = "legend") -> Trace:

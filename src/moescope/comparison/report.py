@@ -231,7 +231,7 @@ def change_finding(geometry: pd.DataFrame) -> list[str]:
         text = f"Largest change: none, relative L2 is 0 for all {len(experts):,} experts."
         return [Finding(text, tab="overview", colour="change")]
     where, words = largest_change(experts)
-    text = f"Largest change: {words}, mean over matrices (all {len(experts):,} experts: {number(mean)})."
+    text = f"Largest change, mean over matrices: {words} (all {len(experts):,} experts: {number(mean)})."
     return [Finding(text, tab="overview", colour="change", **where)]
 
 
@@ -301,7 +301,7 @@ def chart_section(tables: Tables, anchor: str = "distances") -> Section:
         anchor,
         "Distances between experts",
         "Distance of each series' pairs per layer and projection. Grey: chance level, for unrelated "
-        "experts in stored order and after matching the neurons of random ones.",
+        "experts in stored order and, for matched series, after matching the neurons of random ones.",
         drawable(EXPERT_DISTANCE, {"geometry_layers": layers}),
         [
             table_payload(
