@@ -229,10 +229,10 @@ def trace_step(
     domains = [source.domain for source in reading]
     blocks = find_blocks(traced.model)
     shape = [block.layer for block in blocks], [block.n_experts for block in blocks]
-    for setup in writer.setups():
-        if (setup["layers"], setup["n_experts"]) != shape:
+    for earlier in writer.setups():
+        if (earlier["layers"], earlier["n_experts"]) != shape:
             raise BadInput(
-                f"step {number} has other MoE layers or experts than step {setup['step']}; trace each alone"
+                f"step {number} has other MoE layers or experts than step {earlier['step']}; trace each alone"
             )
     stream = leftover_name(writer.path / "parts") if settings.save_tokens else None
     tokens, longest = dict.fromkeys(domains, 0), dict.fromkeys(domains, 0)  # in all, of a document
