@@ -177,18 +177,20 @@ def paper_figure(figure: Figure, width: int = 175, title: bool = True) -> dict[s
         "width": wide,
         "height": height,
     }
-    shown: dict[str, Any] = figure.to_plotly(**layout).to_plotly_json()
-    if notes := [note for trace in shown["data"] for note in digits(trace)]:
+    drawn = figure.to_plotly(**layout)
+    shown: dict[str, Any] = drawn.to_plotly_json()  # holds arrays in base64
+    pairs = zip(shown["data"], drawn.data, strict=True)
+    if notes := [note for trace, arrays in pairs for note in digits(trace, arrays)]:
         shown["layout"]["annotations"] = [*shown["layout"].get("annotations", ()), *notes]
     return shown
 
 
-def digits(trace: dict[str, Any]) -> list[dict[str, Any]]:
+def digits(trace: dict[str, Any], arrays: Any) -> list[dict[str, Any]]:
     """Take a heatmap's digits and return them as notes, black or white, whichever contrasts more there."""
     if trace["type"] != "heatmap" or "texttemplate" not in trace:
         return []
     del trace["texttemplate"]
-    z = np.asarray(trace["z"], float)
+    z = np.asarray(arrays.z, float)
     low, high = trace.get("zmin", np.nanmin(z)), trace.get("zmax", np.nanmax(z))
     places, colors = zip(*trace["colorscale"], strict=True)
     channels = np.array([[int(color[at : at + 2], 16) for at in (1, 3, 5)] for color in colors]) / 255
@@ -199,8 +201,8 @@ def digits(trace: dict[str, Any]) -> list[dict[str, Any]]:
     size = trace.get("textfont", {}).get("size", FONT_SIZE)
     return [
         {
-            "x": trace["x"][j],
-            "y": trace["y"][i],
+            "x": arrays.x[j],
+            "y": arrays.y[i],
             "text": f"{z[i, j]:.2f}",
             "showarrow": False,
             "font": {"size": size, "color": "#000" if bright[i, j] else "#fff"},
