@@ -126,7 +126,9 @@ def run_command(line: str) -> None:
 
     words = shlex.split(line)
     assert words[0] == "moescope", f"{line}: not a command of moescope; mark the block"
-    app(words[1:], standalone_mode=False)
+    with pytest.raises(SystemExit) as ended:
+        app(words[1:])
+    assert ended.value.code == 0, line
 
 
 @pytest.mark.slow

@@ -5,8 +5,6 @@ Random routing lands on every chance, collapse on every collapse value, and inte
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import numpy as np
 import pytest
 import torch
@@ -21,7 +19,6 @@ from moescope.routing.counts_to_tables import (
     separation_rows,
 )
 from moescope.routing.load_balance import jaccard_chance
-from moescope.routing.tables import TABLES
 from moescope.routing.tally import LayerCounts, Tally
 from moescope.statistics import BUCKETS
 from moescope.types import Routing, Tokens
@@ -296,15 +293,6 @@ def test_few_independent_tokens_repeat_the_first_choice_as_often_as_chance_says(
         row = next(row for row in rows if row["metric"] == "sequential_consistency")
         differences.append(row["value"] - row["chance"])
     assert abs(np.mean(differences)) < 4 * np.std(differences) / np.sqrt(len(differences))
-
-
-def test_the_readme_names_the_first_columns_of_routing_layers():
-    text = (Path(__file__).parents[2] / "README.md").read_text()
-    comment = text.split('\nrun.table("routing_layers")')[0].split("\n# ")[-1]
-    keys, values = (part.split(", ") for part in comment.split(" -> "))
-    table = TABLES["routing_layers"]
-    assert keys == list(table.keys)
-    assert values == [*list(table.values)[: len(values) - 1], "..."]
 
 
 def test_every_ordered_pair_of_experts_is_listed_with_its_chance():
