@@ -56,7 +56,8 @@ def assert_equal_tables(left: Run, right: Run) -> None:
 
 
 def on_ray(model: Path, out: Path, **options) -> Run:
-    return scan(model, out=out, engine="ray", **{"matrix": "gate,down", "router": "raw,centered", **options})
+    choices = {"matrix": "gate,down", "router": "raw,centered", "quiet": True, **options}
+    return scan(model, out=out, engine="ray", **choices)
 
 
 def test_workers_know_the_stored_dtype(connected, tmp_path):
