@@ -326,7 +326,7 @@ TARGETS = [
     Target("compress", compress, "moescope.execution.models:load_model", 100, 0.2),
     Target("compress --plan", compress_plan, "moescope.compression.plan:read_plan", 300, 0.9),
     Target("report", report, "moescope.run:read_run_json", 150, 0.9),
-    Target("deploy", deploy, "moescope.deployment.tokens:read_tokens", 200, 0.6),
+    Target("deploy", deploy, "moescope.deployment.tokens:read_tokens", 200, 0.2),
     Target("train", train, "moescope.lab.config:config_from", 1000, 0.65),
     Target("study", study, "moescope.lab.study_config:study_from", 600, 0.6),
     Target("trace --recorded", recorded, "moescope.execution.recorded:read_trace", 900, 0.85),

@@ -52,6 +52,10 @@ NOT_HERE = {  # figures that need data which no run here holds -> why
         for spec in MAPS
         if not spec.name.endswith("_pca")
     },
+    **dict.fromkeys(
+        ("largest_changes", "agreement_layers", "agreement_divergence"),
+        "in a comparison of two runs; drawn in tests/comparison/test_report.py and test_agreement.py",
+    ),
     "dropped_by_step": "no router of the lab drops tokens; drawn in tests/routing/test_report_monitor.py",
 }
 
@@ -198,4 +202,4 @@ def test_every_figure_has_a_short_title_a_caption_and_axes_in_words(drawn):
             for what, bad in checks.items()
             if bad
         ]
-    assert wrong == []
+    assert wrong == [], "\n".join(wrong)

@@ -133,12 +133,13 @@ def cache_curve(tables: Tables) -> Figure:
         "Hit rate of expert caches",
         f"{slots} slots per layer hold {rate_words(rows, 'lru', slots)} of choices with LRU, "
         f"{rate_words(rows, 'belady', slots)} at the optimum (random routing: "
-        f"{percent(policy_rate(rows, 'lru', slots, 'chance'))} with LRU).{size_words(rows)} {PRELOADED}",
+        f"{percent(policy_rate(rows, 'lru', slots, 'chance'))} with LRU).",
         ("hit_rate", "policy", "slots", "residency.optimum", "residency.chance", "compulsory"),
         data,
         base_layout("slots per layer", "hit rate", xaxis=slots_axis(whole["slots"]), yaxis=SHARE_AXIS),
         height=400,
-        details="All layers together. Whiskers: 95 % intervals over documents, where there are 20 or more. "
+        details=f"{PRELOADED}{size_words(rows)} All layers together. Whiskers: 95 % intervals over "
+        "documents, where there are 20 or more. "
         "Grey: LRU on random routing, and a list of random experts. Of a single "
         "document, the static list and the split are tested on its second half only.",
     )

@@ -398,8 +398,6 @@ def null_density(tables: Tables) -> Figure:
             },
         ]
     start = len(ks) // 2
-    if len(ks) > 1:
-        captions[start] += f" k = {ks[start]}: the middle of the {len(ks)} ks with a stored null."
     every = max(1, -(-len(layers) // 24))
     ticks = {
         "tickvals": list(range(len(layers) - 1, -1, -every)),

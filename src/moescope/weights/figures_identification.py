@@ -95,11 +95,11 @@ def accuracy_by_k(tables: Tables) -> Figure:
     counts = sorted(set(experts_by_layer(tables)))
     levels = [f"1/{n}" for n in counts]
     best = tables["alignment_tests"]["chance_accuracy"].median()  # unknown in older runs
-    reached = "" if pd.isna(best) else f", {number(best)} at the best of all k"
+    reached = "" if pd.isna(best) else f"; best k: {number(best)}"
     return by_k(
         "accuracy_by_k",
         "Experts identified by their router row",
-        f"{verdict_list(tables)} (accuracy at chance: {listed(levels)} at one k{reached}).",
+        f"{verdict_list(tables)} (chance: {listed(levels)}{reached}).",
         tables,
         ("argmax_accuracy", "p_accuracy", "verdict"),
         [constant(tables, 1 / n, f"chance {level}") for n, level in zip(counts, levels, strict=True)],
