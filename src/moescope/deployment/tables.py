@@ -34,7 +34,7 @@ COLUMNS: dict[str, Column] = {
         best="1 − compulsory, from an empty cache"),
     "residency.chance": Column("float",
         "Hit rate of the same policy on random routing: every token's experts drawn uniformly, as many as in "
-        "the trace, replayed (static: a list that knows nothing of the text, exactly).", "static: slots/n"),
+        "the trace, replayed (static: a list chosen without the text, exactly).", "static: slots/n"),
     "compulsory": Column("float",
         "Share of choices that are the first of their expert: no cache that starts empty holds them.",
         title="compulsory misses"),
