@@ -19,6 +19,7 @@ from moescope.run import Run
 from moescope.storage import is_leftover
 from moescope.verbs import VERBS, load_verb
 from moescope.weights.verb import scan
+from terminal import read_terminal
 
 
 @pytest.fixture(scope="module")
@@ -151,13 +152,7 @@ def on_terminal(words: list[object], cwd: Path) -> str:
     line = [sys.executable, "-m", "moescope", *map(str, words)]
     process = subprocess.Popen(line, cwd=cwd, stdout=end, stderr=end, stdin=subprocess.DEVNULL)
     os.close(end)
-    shown = b""
-    try:
-        while chunk := os.read(terminal, 4096):
-            shown += chunk
-    except OSError:  # the other end is closed
-        pass
-    os.close(terminal)
+    shown = read_terminal(terminal)
     assert process.wait(60) == 0, shown
     return shown.decode()
 

@@ -20,6 +20,7 @@ from moescope import cli
 from moescope import progress as progress_module
 from moescope.progress import progress, unsaid_alerts
 from routing.tiny_text import save_model, texts, write_jsonl
+from terminal import read_terminal
 
 # The command line with no time between the lines of two labels.
 HURRIED = """
@@ -137,13 +138,7 @@ def test_on_a_terminal_the_bar_lives_and_no_line_stays(tmp_path: Path):
         command, stdout=subprocess.DEVNULL, stderr=end, env={**os.environ, "TERM": "xterm"}
     )
     os.close(end)
-    shown = b""
-    try:
-        while chunk := os.read(terminal, 4096):
-            shown += chunk
-    except OSError:  # the other end is closed
-        pass
-    os.close(terminal)
+    shown = read_terminal(terminal)
     assert process.wait(60) == 0
     assert b"\x1b[" in shown
     assert b"experts" in shown

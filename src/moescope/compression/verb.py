@@ -19,7 +19,7 @@ from moescope.execution.model_names import Dtype, check_token_ids, step_names
 from moescope.execution.texts import ReadSettings, check_not_empty, sources
 from moescope.execution.ways import Execution, Way, parse_size
 from moescope.families import read_moe
-from moescope.run import STREAMED, Run, open_run, place_run
+from moescope.run import Run, open_run, place_run
 from moescope.storage import check_target
 from moescope.verb import Verb
 
@@ -186,14 +186,7 @@ def compress(
         if work.apply is not None and not {"applying", "applied"} & writer.done_tasks():
             check_target(work.apply)
         writer.save_info(device=place, coverage=[asdict(moe.coverage)])
-        how = Execution(
-            execution,
-            memory_bytes,
-            folder / STREAMED,
-            quiet,
-            lambda expected: writer.save_info(execution=expected),
-            announced=list(writer.info.get("execution", ())),
-        )
+        how = Execution.of_run(writer, execution, memory_bytes, quiet)
         reader = CalibrationText(str(model), texts, place, judge, reading, how) if with_text else None
         return carry_out(writer, work, reader, place, quiet)
 

@@ -15,6 +15,7 @@ from moescope.checkpoint import Checkpoint
 from moescope.errors import BadInput
 from moescope.families.reading import text_config
 from moescope.progress import duration
+from moescope.run import STREAMED, RunWriter
 
 Way = Literal["auto", "resident", "sharded", "streamed"]
 USABLE = 0.8  # share of the free memory that a run may take without --memory
@@ -59,6 +60,20 @@ class Execution:
     save: Callable[[list[dict[str, Any]]], None] = lambda expected: None
     on_total: Callable[[int], None] = lambda tokens: None  # told the number of tokens once it is known
     announced: list[dict[str, Any]] = field(default_factory=list)
+
+    @classmethod
+    def of_run(cls, writer: RunWriter, way: Way, memory: int | None, quiet: bool) -> Execution:
+        """Return the execution of a run that is being written: run.json holds what is expected of it."""
+        announced = list(writer.info.get("execution", ()))
+        folder = writer.path / STREAMED
+        return cls(
+            way,
+            memory,
+            folder,
+            quiet,
+            lambda expected: writer.save_info(execution=expected),
+            announced=announced,
+        )
 
     @property
     def limit(self) -> int:

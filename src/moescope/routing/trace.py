@@ -27,7 +27,7 @@ from moescope.routing.figures_steps import FIGURES
 from moescope.routing.report import guide, sections, select, summary
 from moescope.routing.report_map import experts, measures, strips
 from moescope.routing.tables import TRACE_TABLES
-from moescope.run import STREAMED, Run, RunWriter, open_run, place_run
+from moescope.run import Run, RunWriter, open_run, place_run
 from moescope.storage import leftover_name
 from moescope.verb import Verb
 
@@ -180,14 +180,7 @@ def trace(
     settings = TraceSettings(*reads, phases, save_tokens, methods, seed)
     with open_run(folder, VERB, identity, overwrite, VERB.command(given)) as writer:
         writer.save_info(device=place)
-        how = Execution(
-            execution,
-            memory_bytes,
-            folder / STREAMED,
-            quiet,
-            lambda expected: writer.save_info(execution=expected),
-            announced=list(writer.info.get("execution", ())),
-        )
+        how = Execution.of_run(writer, execution, memory_bytes, quiet)
         done_tasks = writer.done_tasks()
         total = max_tokens and max_tokens * len(steps) * len(phases)
         with progress(total, 0, "tokens", quiet) as advance:
