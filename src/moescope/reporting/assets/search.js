@@ -46,7 +46,7 @@
   }
 
   M.search = () => {
-    const input = make("input", { type: "search", placeholder: "L2 E5, or a word", "aria-label": "Search" });
+    const input = make("input", { type: "search", placeholder: "Search: L2 E5", "aria-label": "Search" });
     const results = make("ul", { class: "results", hidden: true });
     let newest = 0;
     async function find() {
