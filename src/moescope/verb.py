@@ -203,6 +203,7 @@ class Measure:
     limits: tuple[float, float] | None = None  # of the colour scale; by default those of the values
     view: str = ""
     domain: str = ""  # of the text that it is about
+    outline: tuple[str, str] = ("beyond chance", "within chance")  # of a cell whose `beyond` is true, false
 
 
 @dataclass(frozen=True)

@@ -10,6 +10,7 @@ import torch
 
 from checkpoints import tiny_config, tiny_tensors, write_checkpoint
 from moescope.plotting.style import number
+from moescope.reporting.page import page_content
 from moescope.weights import report_findings as words
 from moescope.weights.figures import ACROSS_LAYERS
 from moescope.weights.report import (
@@ -328,3 +329,17 @@ def test_the_card_of_layers_beyond_chance_counts_the_verdicts_that_its_chance_le
 def test_the_meanings_of_p_and_best_k_say_that_p_is_over_all_k():
     assert "all k" in COLUMNS["p_value"].meaning
     assert "p_value" in COLUMNS["best_k"].meaning
+
+
+def test_the_table_of_layers_leads_the_weights_tab(planted_run):
+    (tab,) = [
+        tab for tab in json.loads(page_content([planted_run])["data"])["tabs"] if tab["name"] == "weights"
+    ]
+    titles = [section["id"] for section in tab["sections"]]
+    assert titles.index("layer-table") == 0
+
+
+def test_only_a_test_against_chance_is_called_beyond_chance_on_the_map(planted_run):
+    labels = {measure.name: measure.outline[0] for measure in planted_run.verb.measures(planted_run)}
+    assert labels["alignment"] == labels["margin"] == "finds its own expert"
+    assert labels["redundancy"] == "beyond chance"

@@ -177,7 +177,7 @@ class Page:
                 found[tab].append(entry)
             compared = any(tab == "overview" for tab, _ in overlays)
             for run in group:
-                for section in [*verb.sections(run, Selection()), *self.summaries[run.path].sections]:
+                for section in [*self.summaries[run.path].sections, *verb.sections(run, Selection())]:
                     tab = section.tab or verb.tab or "overview"
                     if tab != "overview" or not compared:
                         found[tab].append(self.entry(section, f"{verb.name}{self.number(run)}", run))
@@ -340,6 +340,7 @@ def measure_payload(measure: Measure) -> dict[str, Any]:
         "limits": measure.limits,
         "view": measure.view,
         "domain": measure.domain,
+        "outline": measure.outline,
         "layers": layers,
         "experts": width,
         **{

@@ -22,6 +22,7 @@ from moescope.weights.report_findings import View, views
 
 NEAREST = 3
 SPECTRUM_POINTS = 48
+FINDS = ("finds its own expert", "does not find its own expert")
 
 
 def measures(run: Run) -> list[Measure]:
@@ -45,11 +46,12 @@ def view_measures(view: View) -> Iterator[Measure]:
             ),
             "",
             "Alignment of a router row with its own expert, minus the mean over all pairings, at the layer's "
-            "best k. Beyond chance: the row finds its own expert.",
+            "best k. Of random rows, 1 in n finds its own expert at one k.",
             0.0,
             False,
             (-largest, largest),
             view.label,
+            outline=FINDS,
         )
         widest = float(rows["margin"].abs().max()) or 1.0
         yield Measure(
@@ -62,6 +64,7 @@ def view_measures(view: View) -> Iterator[Measure]:
             False,
             (-widest, widest),
             view.label,
+            outline=FINDS,
         )
     if "similarity" in view.tables and len(view.tables["similarity"]):
         yield redundancy(view)

@@ -209,7 +209,7 @@ M.map = (() => {
     const lines = [`Layer ${layer}, expert ${expert}`, `${measure.title}: ${M.number(at("value"))} ${measure.unit}`];
     if (at("low") !== undefined && at("low") !== null) lines.push(`interval ${M.number(at("low"))} to ${M.number(at("high"))}`);
     if (at("chance") !== undefined && at("chance") !== null) lines.push(`chance ${M.number(at("chance"))}`);
-    if (at("beyond") !== undefined) lines.push(at("beyond") === null ? "no interval" : at("beyond") ? "beyond chance" : "within chance");
+    if (at("beyond") !== undefined) lines.push(at("beyond") === null ? "no interval" : measure.outline[at("beyond") ? 0 : 1]);
     if (at("mark")) lines.push("removed");
     return lines;
   }
@@ -252,6 +252,7 @@ M.map = (() => {
     sort.replaceChildren(...kinds.map((value) => make("option", { value }, SORTS[value])));
     sort.value = sorted();
     beyond.parentElement.hidden = !measure.beyond || Boolean(other(measure));
+    beyond.nextSibling.textContent = `only: ${measure.outline[0]}`;
     beyond.checked = M.state.get().beyond === "1";
     unknown.hidden = beyond.parentElement.hidden || !beyond.checked || tested(measure);
   }
@@ -278,7 +279,7 @@ M.map = (() => {
     canvas.addEventListener("click", (event) => { const cell = cellAt(event); point(null); if (cell) { cursor = null; open(cell); } });
     canvas.addEventListener("keydown", key);
     canvas.addEventListener("blur", () => { cursor = null; point(null); draw(); });
-    const controls = make("div", { class: "controls" }, make("label", {}, "Colour", colour), make("label", {}, "Experts", sort), make("label", {}, beyond, "beyond chance only"), unknown);
+    const controls = make("div", { class: "controls" }, make("label", {}, "Colour", colour), make("label", {}, "Experts", sort), make("label", {}, beyond, make("span", {})), unknown);
     return make("section", { class: "map", hidden: data.measures.length === 0 }, title, caption, controls, frame, legend);
   }
   // where the map scrolls in its frame, the selected cell is scrolled into view
