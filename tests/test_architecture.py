@@ -24,7 +24,7 @@ SUBJECT = 2
 RANKS = [
     {"__init__", "__main__"},
     {"cli"},
-    {"weights", "routing", "comparison", "compression", "deployment", "lab", "demo"},
+    {"weights", "routing", "comparison", "compression", "deployment", "intervention", "lab", "demo"},
     {"reporting", "plotting", "execution"},
     {"spectral", "geometry", "decoder", "families", "run", "engine", "verb", "verbs"},
     {
