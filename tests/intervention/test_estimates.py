@@ -1,0 +1,275 @@
+"""Estimates of interventions: exact cases, coverage of intervals, false claims under planted nulls."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import pytest
+from scipy import stats
+
+from moescope.intervention.estimates import (
+    ALL,
+    FEWEST,
+    expert_effects,
+    jackknife_ratio,
+    nearest_in_load,
+    summarise,
+)
+
+
+def frames(
+    difference_XD: np.ndarray, tokens_D: np.ndarray, plan: dict[str, Any], domain_D: list[str] | None = None
+) -> tuple[pd.DataFrame, pd.DataFrame, pd.DataFrame]:
+    """Documents, plan and routing as the verb hands them over; losses are 3 nats per token untouched."""
+    X, D = difference_XD.shape
+    at = {"intervention": np.repeat(np.arange(X), D), "document": np.tile(np.arange(D), X)}
+    tokens = np.tile(tokens_D, X)
+    documents = pd.DataFrame(
+        {
+            **at,
+            "change": "x",
+            "domain": np.tile(domain_D or ["text"] * D, X),
+            "tokens": tokens,
+            "loss": 3.0 * tokens,
+            "loss_changed": 3.0 * tokens + difference_XD.ravel(),
+            "kl": np.abs(difference_XD).ravel(),
+            "predictions_changed": tokens // 4,
+            "choices": 2 * tokens,
+            "choices_changed": tokens,
+        }
+    )
+    empty = dict.fromkeys(("layer", "expert", "k", "draw", "of", "calibration_load"), np.nan)
+    described = {"intervention": np.arange(X), "change": "x", "name": "ablate", "role": "change"}
+    routing = pd.DataFrame({"intervention": np.arange(X), "load": 0.1, "load_changed": 0.0})
+    return documents, pd.DataFrame({**described, **empty, **plan}), routing
+
+
+def test_for_documents_of_equal_length_the_interval_is_student_s():
+    values = np.random.default_rng(0).standard_normal((3, 30))
+    ratio = jackknife_ratio(values * 50, np.full(30, 50.0))
+    low, high = ratio.interval()
+    for row in range(3):
+        expected = stats.t.interval(0.95, 29, values[row].mean(), stats.sem(values[row]))
+        assert (low[row], high[row]) == pytest.approx(expected)
+
+
+def test_a_hand_worked_ratio():
+    """Two documents: 1 nat over 1 token and 0 over 3. Left out in turn: 0 and 1, so the error is 1/2."""
+    ratio = jackknife_ratio(np.array([[1.0, 0.0]]), np.array([1.0, 3.0]))
+    assert ratio.value[0] == pytest.approx(0.25)
+    assert ratio.error[0] == pytest.approx(0.5)
+    assert ratio.degrees == pytest.approx(1.0)  # 16/10 - 1 is below one
+    assert np.isnan(ratio.interval()).all()
+
+
+def test_documents_without_predicted_tokens_do_not_count():
+    values, tokens = np.random.default_rng(0).standard_normal((2, 12)), np.arange(5.0, 17.0)
+    padded = jackknife_ratio(np.hstack([values, np.zeros((2, 4))]), np.append(tokens, np.zeros(4)))
+    plain = jackknife_ratio(values, tokens)
+    assert padded.documents == 12
+    np.testing.assert_allclose(padded.interval(), plain.interval())
+
+
+def test_documents_are_resampled_within_domains():
+    """Domains differ and their documents do not: nothing is left to chance."""
+    tokens, domain = np.full(20, 7.0), np.tile([0, 1], 10)
+    values = np.tile([[7.0, 35.0]], 10)
+    np.testing.assert_allclose(jackknife_ratio(values, tokens, domain).interval(), [[3.0], [3.0]])
+    low, high = jackknife_ratio(values, tokens).interval()
+    assert high - low > 1
+    lone = jackknife_ratio(values, tokens, np.eye(1, 20, dtype=int)[0])  # a domain of one document
+    assert lone.error[0] > 0.9 * jackknife_ratio(values, tokens).error[0]
+
+
+def test_controls_are_the_nearest_in_load():
+    load = np.array([0.1, 0.5, 0.12, 0.11, 0.3, 0.52])
+    assert nearest_in_load(load, 2)[0].tolist() == [3, 2]
+    assert nearest_in_load(load, 2)[1].tolist() == [5, 4]
+    assert nearest_in_load(load[:3]).shape == (3, 2)
+
+
+def test_excess_is_paired_by_document():
+    """Expert 0 costs 0.5 nats per token more than its controls in every document, however those vary."""
+    generator, tokens = np.random.default_rng(1), np.arange(20.0, 40.0)
+    shared = generator.normal(0, 9, 20) * tokens
+    difference = np.stack([shared + 0.5 * tokens, shared, shared, shared, shared, shared])
+    plan = {"layer": 0, "expert": np.arange(6), "calibration_load": 1 / 6}
+    found = summarise(*frames(difference, tokens, plan)).set_index("expert")
+    assert found.loc[0, "excess"] == pytest.approx(0.5)
+    assert found.loc[0, ["excess_low", "excess_high"]].tolist() == pytest.approx([0.5, 0.5])
+    assert found.loc[0, "loss_difference_high"] - found.loc[0, "loss_difference_low"] > 1
+    assert found.loc[0, "controls"] == 4
+    assert found.loc[0, "p"] < 1e-6
+    assert (found.loc[1:, "p"] > 0.5).all(), "experts that hurt less than their controls are no find"
+
+
+def test_sums_are_divided_once_and_domains_stand_apart():
+    tokens, domain = np.array([10.0, 30.0] * 10), ["code", "prose"] * 10
+    difference = np.tile([1.0, 6.0], (1, 10))
+    found = summarise(*frames(difference, tokens, {}, domain)).set_index("domain")
+    assert list(found.index) == [ALL, "code", "prose"]
+    assert found["loss_difference"].tolist() == pytest.approx([70 / 400, 0.1, 0.2])
+    assert found["documents"].tolist() == [20, 10, 10]
+    assert found["loss"].tolist() == pytest.approx([3.0] * 3)
+    assert found["predictions_changed"].tolist() == pytest.approx([9 / 40, 0.2, 7 / 30])
+    assert found["choices_changed"].tolist() == pytest.approx([0.5] * 3)
+    assert found[["excess", "q"]].isna().all(axis=None), "nothing to compare with"
+    assert found["load"].notna().tolist() == [True, False, False]
+
+
+def test_under_ten_documents_there_is_no_interval_and_no_p():
+    plan = {"layer": 0, "expert": np.arange(5), "calibration_load": 0.2}
+    difference = np.random.default_rng(0).standard_normal((5, FEWEST))
+    for documents, known in ((FEWEST, True), (FEWEST - 1, False)):
+        tokens = np.full(documents, 9.0)
+        found = summarise(*frames(difference[:, :documents], tokens, plan))
+        for column in ("loss_difference_low", "excess_high", "p", "q"):
+            assert found[column].notna().all() == known, column
+        assert found["excess"].notna().all()
+
+
+def test_a_projection_counts_against_the_kind_of_control_that_explains_it_best():
+    """A random subspace costs nothing, a random direction of equal length as much as the projection."""
+    tokens, generator = np.full(30, 40.0), np.random.default_rng(2)
+    noise = generator.normal(0, 0.1, (9, 30))
+    effect = np.array([1.0, 0, 0, 0, 0, 1.1, 0.9, 1.2, 0.8])
+    plan = {
+        "name": "project_out",
+        "role": ["change"] + ["random subspace"] * 4 + ["random direction"] * 4,
+        "of": [np.nan] + [0] * 8,
+        "draw": [np.nan, 0, 1, 2, 3, 0, 1, 2, 3],
+    }
+    found = summarise(*frames((effect[:, None] + noise) * tokens, tokens, plan))
+    assert abs(found.loc[0, "excess"]) < 0.1
+    assert found.loc[0, "p"] > 0.2
+    plan["role"] = ["change"] + ["random subspace"] * 8
+    alone = summarise(*frames((effect[:, None] + noise) * tokens, tokens, plan))
+    assert alone.loc[0, "excess"] == pytest.approx(0.5, abs=0.1)
+    plan["of"] = [np.nan, 0] + [np.nan] * 7
+    single = summarise(*frames((effect[:, None] + noise) * tokens, tokens, plan))
+    assert single.loc[0, "excess"] == pytest.approx(1.0, abs=0.1)
+    assert np.isnan(single.loc[0, "p"]), "one draw says nothing about others"
+
+
+def test_q_values_are_scipy_s_over_the_sweep():
+    generator = np.random.default_rng(5)
+    difference = generator.standard_normal((24, 20)) + np.eye(24, 1)
+    plan = {"layer": np.repeat([0, 1, 2], 8), "expert": np.tile(np.arange(8), 3)}
+    plan["calibration_load"] = generator.random(24)
+    found = summarise(*frames(difference, np.full(20, 5.0), plan, ["a", "b"] * 10))
+    whole, single = found[found["domain"] == ALL], found[found["domain"] != ALL]
+    for rows in (whole, single):
+        np.testing.assert_allclose(rows["q"], stats.false_discovery_control(rows["p"]))
+    assert len(single) == 48
+
+
+# --- simulations
+
+
+def lengths(generator: np.random.Generator, shape: tuple[int, ...]) -> np.ndarray:
+    """Tokens per document over two orders of magnitude."""
+    return np.clip(np.exp(generator.normal(5, 1, shape)), 8, 2048).round()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("tails", ["normal", "heavy"])
+@pytest.mark.parametrize("documents", [20, 50, 200])
+def test_the_interval_of_a_paired_difference_covers_in_94_to_96_percent(documents, tails):
+    """4,000 cases; the share that covers has a standard error of 0.0034 at 0.95.
+
+    Both models share a large effect of the document; the difference per token varies over documents, with
+    normal tails or those of t with 4 degrees of freedom. Lengths are drawn anew for every case.
+    """
+    generator, truth, covered = np.random.default_rng(documents), 0.05, []
+    for _ in range(4000):
+        tokens = lengths(generator, (documents,))
+        spread = (
+            generator.standard_t(4, documents) if tails == "heavy" else generator.standard_normal(documents)
+        )
+        loss = tokens * generator.normal(3, 1, documents)
+        changed = (
+            loss
+            + tokens * (truth + 0.1 * spread)
+            + 0.5 * np.sqrt(tokens) * generator.standard_normal(documents)
+        )
+        low, high = jackknife_ratio((changed - loss)[None], tokens).interval()
+        covered.append(low[0] <= truth <= high[0])
+    assert 0.94 <= np.mean(covered) <= 0.96
+
+
+@pytest.mark.slow
+def test_where_all_experts_are_alike_no_more_than_one_in_twenty_stands_out():
+    """300 sweeps of 10 layers of 16 experts; p values of a sweep are dependent, so sweeps give the error."""
+    generator, sweeps, documents = np.random.default_rng(8), 300, 20
+    experts, rates, any_find = 160, [], []
+    plan = {"layer": np.repeat(np.arange(10), 16), "expert": np.tile(np.arange(16), 10)}
+    plan["calibration_load"] = generator.random(experts)
+    for _ in range(sweeps):
+        tokens = lengths(generator, (documents,))
+        shared = generator.standard_t(4, documents) * 0.1
+        difference = tokens * (0.02 + shared + 0.05 * generator.standard_t(4, (experts, documents)))
+        found = summarise(*frames(difference, tokens, plan))
+        rates.append((found["p"] < 0.05).mean())
+        any_find.append((found["q"] < 0.05).any())
+    assert np.mean(rates) < 0.05 + 2 * np.std(rates) / np.sqrt(sweeps)
+    assert np.mean(any_find) < 0.05 + 2 * np.sqrt(0.05 * 0.95 / sweeps)
+
+
+@pytest.mark.slow
+def test_a_projection_like_any_random_one_is_claimed_in_at_most_one_case_in_twenty():
+    """4,000 cases: effects vary over directions, and the projection's is drawn as those of its controls."""
+    generator, draws, documents, cases = np.random.default_rng(9), 8, 20, 100
+    each = draws + 1
+    roles = ["change"] + ["random subspace"] * draws
+    first = np.repeat(np.arange(cases) * each, each)
+    of = np.where(np.tile(np.arange(each), cases) == 0, np.nan, first)
+    plan = {"name": "project_out", "role": roles * cases, "of": of}
+    claims = []
+    for _ in range(40):
+        tokens = lengths(generator, (documents,))
+        effect = 0.1 + 0.05 * generator.standard_normal((cases * each, 1))
+        difference = tokens * (effect + 0.05 * generator.standard_normal((cases * each, documents)))
+        found = summarise(*frames(difference, tokens, plan))
+        claims.append((found.loc[found["role"] == "change", "p"] < 0.05).mean())
+    assert np.mean(claims) < 0.05 + 2 * np.std(claims) / np.sqrt(len(claims))
+
+
+def planted() -> pd.DataFrame:
+    """Estimates of a sweep of 3 layers of 8 experts in which expert (1, 5) alone carries code."""
+    generator = np.random.default_rng(4)
+    domain = ["code", "prose", "records"] * 14
+    tokens = lengths(generator, (42,))
+    difference = tokens * (0.02 + 0.03 * generator.standard_t(4, (24, 42)))
+    difference[13] += tokens * 0.4 * (np.array(domain) == "code")
+    plan = {"layer": np.repeat([0, 1, 2], 8), "expert": np.tile(np.arange(8), 3)}
+    plan["calibration_load"] = generator.random(24)
+    documents, plan_rows, routing = frames(difference, tokens, plan, domain)
+    return summarise(documents, plan_rows, routing).assign(documents_frame=[documents] * 96)
+
+
+def test_a_planted_expert_is_found_in_its_domain_and_no_other():
+    found = planted()
+    claimed = found[(found["q"] < 0.05) & (found["domain"] != ALL)]
+    assert claimed[["layer", "expert", "domain"]].to_numpy().tolist() == [[1, 5, "code"]]
+    whole = found[(found["q"] < 0.05) & (found["domain"] == ALL)]
+    assert whole[["layer", "expert"]].to_numpy().tolist() == [[1, 5]]
+
+
+def test_effects_of_experts_name_the_domain_and_split_documents_in_halves():
+    found = planted()
+    documents = found["documents_frame"].iloc[0]
+    effects = expert_effects(found.drop(columns="documents_frame"), documents, seed=3)
+    assert len(effects) == 24
+    best = effects.loc[effects["excess"].idxmax()]
+    assert (best["layer"], best["expert"], best["domain_most"]) == (1, 5, "code")
+    tokens = documents.groupby("document")["tokens"].first().sum()
+    one = documents[documents["intervention"] == 13]
+    total = (one["loss_changed"] - one["loss"]).sum() / tokens
+    assert min(best["half_a"], best["half_b"]) < total < max(best["half_a"], best["half_b"])
+    assert best["loss_difference"] == pytest.approx(total)
+    again = expert_effects(found.drop(columns="documents_frame"), documents, seed=3)
+    pd.testing.assert_frame_equal(effects, again)
+    other = expert_effects(found.drop(columns="documents_frame"), documents, seed=4)
+    assert not other["half_a"].equals(effects["half_a"])
