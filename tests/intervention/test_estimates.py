@@ -10,13 +10,13 @@ import pytest
 from scipy import stats
 
 from moescope.intervention.estimates import (
-    ALL,
     FEWEST,
     expert_effects,
     jackknife_ratio,
     nearest_in_load,
     summarise,
 )
+from moescope.intervention.tables import ALL, TABLES
 
 
 def frames(
@@ -236,8 +236,8 @@ def test_a_projection_like_any_random_one_is_claimed_in_at_most_one_case_in_twen
     assert np.mean(claims) < 0.05 + 2 * np.std(claims) / np.sqrt(len(claims))
 
 
-def planted() -> pd.DataFrame:
-    """Estimates of a sweep of 3 layers of 8 experts in which expert (1, 5) alone carries code."""
+def planted() -> tuple[pd.DataFrame, pd.DataFrame, pd.DataFrame]:
+    """Documents, plan and estimates of a sweep of 3 layers of 8 experts in which expert (1, 5) alone carries code."""
     generator = np.random.default_rng(4)
     domain = ["code", "prose", "records"] * 14
     tokens = lengths(generator, (42,))
@@ -246,11 +246,11 @@ def planted() -> pd.DataFrame:
     plan = {"layer": np.repeat([0, 1, 2], 8), "expert": np.tile(np.arange(8), 3)}
     plan["calibration_load"] = generator.random(24)
     documents, plan_rows, routing = frames(difference, tokens, plan, domain)
-    return summarise(documents, plan_rows, routing).assign(documents_frame=[documents] * 96)
+    return documents, plan_rows, summarise(documents, plan_rows, routing)
 
 
 def test_a_planted_expert_is_found_in_its_domain_and_no_other():
-    found = planted()
+    _, _, found = planted()
     claimed = found[(found["q"] < 0.05) & (found["domain"] != ALL)]
     assert claimed[["layer", "expert", "domain"]].to_numpy().tolist() == [[1, 5, "code"]]
     whole = found[(found["q"] < 0.05) & (found["domain"] == ALL)]
@@ -258,18 +258,15 @@ def test_a_planted_expert_is_found_in_its_domain_and_no_other():
 
 
 def test_effects_of_experts_name_the_domain_and_split_documents_in_halves():
-    found = planted()
-    documents = found["documents_frame"].iloc[0]
-    effects = expert_effects(found.drop(columns="documents_frame"), documents, seed=3)
-    assert len(effects) == 24
+    documents, plan, found = planted()
+    effects = expert_effects(found, documents, plan, seed=3)
+    assert set(effects.columns) | {"layer_name"} == set(TABLES["intervention_experts"].columns)
+    assert effects["load"].tolist() == plan["calibration_load"].tolist()
     best = effects.loc[effects["excess"].idxmax()]
     assert (best["layer"], best["expert"], best["domain_most"]) == (1, 5, "code")
-    tokens = documents.groupby("document")["tokens"].first().sum()
     one = documents[documents["intervention"] == 13]
-    total = (one["loss_changed"] - one["loss"]).sum() / tokens
+    total = (one["loss_changed"] - one["loss"]).sum() / one["tokens"].sum()
     assert min(best["half_a"], best["half_b"]) < total < max(best["half_a"], best["half_b"])
     assert best["loss_difference"] == pytest.approx(total)
-    again = expert_effects(found.drop(columns="documents_frame"), documents, seed=3)
-    pd.testing.assert_frame_equal(effects, again)
-    other = expert_effects(found.drop(columns="documents_frame"), documents, seed=4)
-    assert not other["half_a"].equals(effects["half_a"])
+    pd.testing.assert_frame_equal(effects, expert_effects(found, documents, plan, seed=3))
+    assert not expert_effects(found, documents, plan, seed=4)["half_a"].equals(effects["half_a"])

@@ -7,12 +7,12 @@ from dataclasses import dataclass
 import numpy as np
 import pandas as pd
 
+from moescope.intervention.tables import ALL, TABLES
 from moescope.types import Array, Integers
 
 FEWEST = 10  # documents of an interval
 CONTROLS = 4  # experts nearest in load that an expert is compared with
 FEWEST_CONTROLS = 3
-ALL = "all"  # the domain of all documents together
 CHANGE = "change"
 RANDOM_ROLES = ("random subspace", "random direction")
 LEVEL = 0.05
@@ -124,12 +124,9 @@ def summarise(documents: pd.DataFrame, plan: pd.DataFrame, routing: pd.DataFrame
     documents : DataFrame
         The table `intervention_documents`; every intervention has the same documents.
     plan : DataFrame
-        One row per intervention: intervention, change, name, layer, expert, k, draw, role, of,
-        calibration_load (share of the layer's choices on calibration documents; null if no single expert is
-        changed).
+        PLAN_COLUMNS, one row per intervention; calibration_load is null where no single expert is changed.
     routing : DataFrame
-        One row per intervention, or per intervention and domain: load, load_changed, entropy,
-        entropy_changed, cv, cv_changed.
+        ROUTING_COLUMNS, one row per intervention.
     """
     from scipy.stats import false_discovery_control
 
@@ -154,8 +151,9 @@ def summarise(documents: pd.DataFrame, plan: pd.DataFrame, routing: pd.DataFrame
         tested = family & rows["p"].notna()
         if tested.any():
             rows.loc[tested, "q"] = false_discovery_control(rows.loc[tested, "p"])
-    routing = routing if "domain" in routing else routing.assign(domain=ALL)
-    return rows.merge(routing, on=["intervention", "domain"], how="left", validate="one_to_one")
+    return rows.merge(
+        routing.assign(domain=ALL), on=["intervention", "domain"], how="left", validate="one_to_one"
+    )
 
 
 def summarise_documents(
@@ -166,8 +164,7 @@ def summarise_documents(
 ) -> pd.DataFrame:
     """Return the estimates of every intervention over documents; `grids` are of interventions x documents."""
     tokens_D, difference_XD = grids["tokens"][0], grids["loss_changed"] - grids["loss"]
-    described = ["intervention", "change", "name", "layer", "expert", "k", "draw", "role", "of"]
-    rows = plan[described].copy()
+    rows = plan.drop(columns="calibration_load")
     rows["documents"], rows["tokens"] = int((tokens_D > 0).sum()), int(tokens_D.sum())
     rows["loss"] = grids["loss"].sum(1) / tokens_D.sum()
     measured = {
@@ -244,29 +241,24 @@ def excesses(
     return strictest[columns].reindex(range(len(plan))).set_axis(plan.index)
 
 
-def expert_effects(interventions: pd.DataFrame, documents: pd.DataFrame, seed: int = 0) -> pd.DataFrame:
+def expert_effects(
+    interventions: pd.DataFrame, documents: pd.DataFrame, plan: pd.DataFrame, seed: int
+) -> pd.DataFrame:
     """Return the table `intervention_experts`: one row per layer and expert of a sweep over experts.
 
-    half_a and half_b are the loss differences on two halves of the documents, drawn within domains by `seed`;
-    domain_most is the domain with the largest excess, null where the documents have one domain.
+    load is that of the plan, on calibration documents. half_a and half_b are the loss differences on two
+    halves of the documents, drawn within domains by `seed`; domain_most is the domain with the largest
+    excess, null where the documents have one domain.
     """
-    single = interventions["layer"].notna() & interventions["expert"].notna()
-    rows = interventions[single & (interventions["role"] == CHANGE)]
-    shown = [
-        "intervention",
-        "layer",
-        "expert",
-        "loss_difference",
-        "loss_difference_low",
-        "loss_difference_high",
-    ]
-    shown += ["excess", "excess_low", "excess_high", "q", "load", "kl"]
-    effects = rows.loc[rows["domain"] == ALL, shown]
-    halves = half_differences(documents, seed)
+    swept = plan[(plan["role"] == CHANGE) & plan["layer"].notna() & plan["expert"].notna()]
+    load = swept.set_index("intervention")["calibration_load"]
+    rows = interventions[interventions["intervention"].isin(load.index)]
     ranked = rows[(rows["domain"] != ALL) & rows["excess"].notna()].sort_values("excess", ascending=False)
     most = ranked.drop_duplicates("intervention").set_index("intervention")["domain"]
-    effects = effects.join(halves, on="intervention").join(most.rename("domain_most"), on="intervention")
-    return effects.drop(columns="intervention").astype({"layer": "int64", "expert": "int64"})
+    effects = rows[rows["domain"] == ALL].set_index("intervention").assign(load=load, domain_most=most)
+    effects = effects.join(half_differences(documents, seed)).astype({"layer": "int64", "expert": "int64"})
+    columns = TABLES["intervention_experts"].columns
+    return effects[[name for name in columns if name in effects]].reset_index(drop=True)
 
 
 def half_differences(documents: pd.DataFrame, seed: int) -> pd.DataFrame:

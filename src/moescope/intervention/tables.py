@@ -69,12 +69,18 @@ COLUMNS: dict[str, Column] = {
     "predictions_changed_low": Column("float", "Lower end of its 95 % interval over documents."),
     "predictions_changed_high": Column("float", "Upper end of that interval."),
     "controls": Column("int", "Controls that the change is compared with."),
-    "excess": Column("float", "loss_difference minus its mean over the controls, paired by document.",
-        chance="0: no more than controls", unit="nats per token"),
-    "excess_low": Column("float", "Lower end of the 95 % interval of excess over documents."),
+    "excess": Column("float",
+        "loss_difference minus its mean over the controls, paired by document. Controls of an expert: the 4 "
+        "of its layer nearest in load. Controls of a projection: random ones, of the two kinds the one with "
+        "the larger p.", chance="0: no more than controls", unit="nats per token"),
+    "excess_low": Column("float",
+        "Lower end of the 95 % interval of excess over documents, and over draws of random controls.",
+        misleads="Null under 10 documents, and against a single random draw."),
     "excess_high": Column("float", "Upper end of that interval."),
-    "p": Column("float", "Two-sided p value of excess = 0, over documents."),
-    "q": Column("float", "p corrected for all changes of the run (Benjamini-Hochberg)."),
+    "p": Column("float", "One-sided p value: an excess as large if the change hurt no more than controls."),
+    "q": Column("float",
+        "p corrected for all changes of the run, and for all domains in rows of single domains "
+        "(Benjamini-Hochberg)."),
     "interventions.load": Column("float",
         "Share of choices of the changed expert in its layer, untouched, on judged documents.",
         "tokens of the expert/choices of the layer", chance="1/n"),
