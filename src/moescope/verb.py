@@ -88,6 +88,7 @@ class FigureSpec:
     wide: bool = False
     metrics: tuple[str, ...] = ()  # routing metrics it cannot do without
     description: str = ""  # one line; by default the first line of the function's docstring
+    condition: Callable[[Tables], bool] = lambda tables: True  # what the tables must hold besides
 
     @property
     def line(self) -> str:
@@ -99,7 +100,7 @@ class FigureSpec:
         if not all(name in tables and len(tables[name]) for name in self.needs):
             return False
         if not self.metrics:
-            return True
+            return self.condition(tables)
         rows = tables["routing_layers"]
         return set(self.metrics) <= set(rows["metric"][rows["value"].notna() & (rows["domain"] == "")])
 

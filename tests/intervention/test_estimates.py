@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 import pandas as pd
 import pytest
+from intervention.intervention_runs import frames, lengths, planted_sweep
 from scipy import stats
 
 from moescope.intervention.estimates import (
@@ -17,33 +16,6 @@ from moescope.intervention.estimates import (
     summarise,
 )
 from moescope.intervention.tables import ALL, TABLES
-
-
-def frames(
-    difference_XD: np.ndarray, tokens_D: np.ndarray, plan: dict[str, Any], domain_D: list[str] | None = None
-) -> tuple[pd.DataFrame, pd.DataFrame, pd.DataFrame]:
-    """Documents, plan and routing as the verb hands them over; losses are 3 nats per token untouched."""
-    X, D = difference_XD.shape
-    at = {"intervention": np.repeat(np.arange(X), D), "document": np.tile(np.arange(D), X)}
-    tokens = np.tile(tokens_D, X)
-    documents = pd.DataFrame(
-        {
-            **at,
-            "change": "x",
-            "domain": np.tile(domain_D or ["text"] * D, X),
-            "tokens": tokens,
-            "loss": 3.0 * tokens,
-            "loss_changed": 3.0 * tokens + difference_XD.ravel(),
-            "kl": np.abs(difference_XD).ravel(),
-            "predictions_changed": tokens // 4,
-            "choices": 2 * tokens,
-            "choices_changed": tokens,
-        }
-    )
-    empty = dict.fromkeys(("layer", "expert", "k", "draw", "of", "calibration_load"), np.nan)
-    described = {"intervention": np.arange(X), "change": "x", "name": "ablate", "role": "change"}
-    routing = pd.DataFrame({"intervention": np.arange(X), "load": 0.1, "load_changed": 0.0})
-    return documents, pd.DataFrame({**described, **empty, **plan}), routing
 
 
 def test_for_documents_of_equal_length_the_interval_is_student_s():
@@ -168,11 +140,6 @@ def test_q_values_are_scipy_s_over_the_sweep():
 # --- simulations
 
 
-def lengths(generator: np.random.Generator, shape: tuple[int, ...]) -> np.ndarray:
-    """Tokens per document over two orders of magnitude."""
-    return np.clip(np.exp(generator.normal(5, 1, shape)), 8, 2048).round()
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("tails", ["normal", "heavy"])
 @pytest.mark.parametrize("documents", [20, 50, 200])
@@ -236,21 +203,8 @@ def test_a_projection_like_any_random_one_is_claimed_in_at_most_one_case_in_twen
     assert np.mean(claims) < 0.05 + 2 * np.std(claims) / np.sqrt(len(claims))
 
 
-def planted() -> tuple[pd.DataFrame, pd.DataFrame, pd.DataFrame]:
-    """Documents, plan and estimates of a sweep of 3 layers of 8 experts in which expert (1, 5) alone carries code."""
-    generator = np.random.default_rng(4)
-    domain = ["code", "prose", "records"] * 14
-    tokens = lengths(generator, (42,))
-    difference = tokens * (0.02 + 0.03 * generator.standard_t(4, (24, 42)))
-    difference[13] += tokens * 0.4 * (np.array(domain) == "code")
-    plan = {"layer": np.repeat([0, 1, 2], 8), "expert": np.tile(np.arange(8), 3)}
-    plan["calibration_load"] = generator.random(24)
-    documents, plan_rows, routing = frames(difference, tokens, plan, domain)
-    return documents, plan_rows, summarise(documents, plan_rows, routing)
-
-
 def test_a_planted_expert_is_found_in_its_domain_and_no_other():
-    _, _, found = planted()
+    found = summarise(*planted_sweep())
     claimed = found[(found["q"] < 0.05) & (found["domain"] != ALL)]
     assert claimed[["layer", "expert", "domain"]].to_numpy().tolist() == [[1, 5, "code"]]
     whole = found[(found["q"] < 0.05) & (found["domain"] == ALL)]
@@ -258,7 +212,8 @@ def test_a_planted_expert_is_found_in_its_domain_and_no_other():
 
 
 def test_effects_of_experts_name_the_domain_and_split_documents_in_halves():
-    documents, plan, found = planted()
+    documents, plan, routing = planted_sweep()
+    found = summarise(documents, plan, routing)
     effects = expert_effects(found, documents, plan, seed=3)
     assert set(effects.columns) | {"layer_name"} == set(TABLES["intervention_experts"].columns)
     assert effects["load"].tolist() == plan["calibration_load"].tolist()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 
 import numpy as np
 import pandas as pd
@@ -476,17 +475,7 @@ def rank_trace(rows: pd.DataFrame, color: str, name: str, legend: bool) -> Trace
     }
 
 
-@dataclass(frozen=True)
-class ConditionalFigure(FigureSpec):
-    """A figure that is drawn only where its condition holds."""
-
-    condition: Callable[[Tables], bool] = lambda tables: True
-
-    def can_draw(self, tables: Tables) -> bool:
-        return super().can_draw(tables) and self.condition(tables)
-
-
-def of_numbers(draw: Callable[[Tables], Figure], table: str, *columns: str) -> ConditionalFigure:
+def of_numbers(draw: Callable[[Tables], Figure], table: str, *columns: str) -> FigureSpec:
     """A figure of columns of which the plan must have one."""
 
     def condition(tables: Tables) -> bool:
@@ -494,7 +483,7 @@ def of_numbers(draw: Callable[[Tables], Figure], table: str, *columns: str) -> C
         rows = of_plan(tables, rows) if "method" in rows else rows
         return bool(rows[list(columns)].notna().any(axis=None))
 
-    return ConditionalFigure(draw.__name__, (table, "clusters"), draw, condition=condition)
+    return FigureSpec(draw.__name__, (table, "clusters"), draw, condition=condition)
 
 
 DAMAGE = [
@@ -509,7 +498,7 @@ SALIENCY = [
     of_numbers(rank_intervals, "saliency", "rank_low"),
 ]
 GROUPS = [
-    ConditionalFigure("dendrogram", ("merges", "clusters"), dendrogram, wide=True, condition=has_groups),
-    ConditionalFigure("group_sizes", ("clusters",), group_sizes, condition=has_groups),
+    FigureSpec("dendrogram", ("merges", "clusters"), dendrogram, wide=True, condition=has_groups),
+    FigureSpec("group_sizes", ("clusters",), group_sizes, condition=has_groups),
 ]
 FIGURES: list[FigureSpec] = [*DAMAGE, *SALIENCY, *GROUPS, *EXPERT_DISTANCE]

@@ -20,6 +20,7 @@ SCRIPTS = (
     "map",
     "experts",
     "text",
+    "continuations",
     "methods",
     "overview",
     "search",

@@ -38,6 +38,7 @@ TABS = (
     Tab("text", "Text", "moescope trace MODEL --text FILE --save-tokens"),
     Tab("training", "Training", "moescope train CONFIG.toml"),
     Tab("compression", "Compression", "moescope compress MODEL --method reap --keep 0.5 --text FILE"),
+    Tab("interventions", "Interventions", "moescope intervene MODEL --sweep experts --text FILE"),
     Tab("deployment", "Deployment", "moescope deploy TRACE"),
     Tab("methods", "Methods"),
 )

@@ -10,8 +10,8 @@ M.experts = (() => {
     const top = Math.max(...rows.map((row) => row[3] ?? row[1] ?? 0), middle ?? 0, 1e-12);
     const domain = M.selected.domain();
     const lines = rows.map(([name, value, low, high]) => make("div", { class: "bar-row" + (name === domain ? " here" : ""), "data-name": name }, word(String(name)),
-      make("span", { class: "bar" }, make("i", { style: `width:${(100 * value) / top}%` }),
-        low !== undefined && low !== null ? make("u", { class: "interval", style: `left:${(100 * low) / top}%;width:${(100 * (high - low)) / top}%` }) : null,
+      make("span", { class: "bar" }, make("i", { style: `width:${Math.max((100 * value) / top, 0)}%` }),
+        low !== undefined && low !== null ? make("u", { class: "interval", style: `left:${Math.max((100 * low) / top, 0)}%;width:${(100 * Math.max(high - Math.max(low, 0), 0)) / top}%` }) : null,
         middle ? make("u", { class: "chance", style: `left:${(100 * middle) / top}%` }) : null),
       make("span", { class: "amount" }, M.number(value))));
     return make("div", { class: "block" }, make("h4", {}, title), ...lines, note ? make("p", { class: "note" }, note) : null);
