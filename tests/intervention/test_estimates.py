@@ -5,9 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pandas as pd
 import pytest
-from intervention.intervention_runs import frames, lengths, planted_sweep
 from scipy import stats
 
+from intervention.intervention_runs import frames, lengths, planted_sweep
 from moescope.intervention.estimates import (
     FEWEST,
     expert_effects,
