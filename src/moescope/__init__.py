@@ -2,7 +2,7 @@
 
 `moescope.scan(...)`, `trace`, `compare`, `compress`, `deploy`, `train`, `study`, `report`, `demo` and
 `inspect` are the verbs of the command line; a verb returns a `Run`. `moescope.open(path)` opens a run folder,
-and `moescope.Monitor()` watches a model in training.
+`moescope.Monitor()` watches a model in training, and `moescope.modified(model, ...)` changes one in memory.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from moescope.deployment.verb import deploy
     from moescope.errors import BadInput
     from moescope.families.inspect import inspect
+    from moescope.intervention.changes import modified
     from moescope.lab.study import study
     from moescope.lab.train import count_parameters, train
     from moescope.reporting.verb import report
@@ -32,6 +33,7 @@ _HOME = {
     "Monitor": "moescope.routing.trainer_monitor",
     "Run": "moescope.run",
     "count_parameters": "moescope.lab.train",
+    "modified": "moescope.intervention.changes",
     "open": "moescope.run",
     "scan_model": "moescope.weights.layer",
 }
@@ -45,6 +47,7 @@ __all__ = [
     "demo",
     "deploy",
     "inspect",
+    "modified",
     "open",
     "report",
     "scan",

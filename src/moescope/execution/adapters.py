@@ -8,7 +8,7 @@ fits neither is rejected with an error that names it.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -114,16 +114,22 @@ class Block:
         return [weight for weight in weights if weight.requires_grad]
 
     @property
-    def correction_bias_E(self) -> Tensor | None:
-        """The bias added to scores for selection only, whatever the model calls it."""
+    def correction_bias(self) -> tuple[nn.Module, str] | None:
+        """The bias added to scores for selection only, whatever the model calls it: owner and name."""
         for name, tensor in (*self.module.named_parameters(), *self.module.named_buffers()):
             for_choosing = name.endswith("bias") and ("correction" in name or "expert_bias" in name)
             for_choosing = for_choosing or (self.hands_out and name == "bias_E")
             if for_choosing and tensor.numel() == self.n_experts and not name.startswith("experts."):
-                module = self.module.get_submodule(name.rpartition(".")[0])
-                value = present_value(module, name.rpartition(".")[2], tensor)
-                return value.detach().flatten().float()
+                return self.module.get_submodule(name.rpartition(".")[0]), name.rpartition(".")[2]
         return None
+
+    @property
+    def correction_bias_E(self) -> Tensor | None:
+        """The value of `correction_bias`."""
+        if self.correction_bias is None:
+            return None
+        module, name = self.correction_bias
+        return present_value(module, name, getattr(module, name)).detach().flatten().float()
 
     def where(self) -> str:
         return f"layer {self.layer} ({self.name})"
@@ -138,7 +144,7 @@ def present_value(module: nn.Module, name: str, tensor: Tensor) -> Tensor:
     return tensor
 
 
-def find_blocks(model: nn.Module) -> list[Block]:
+def find_blocks(model: Any) -> list[Block]:
     """Return every MoE block by layer; decoder layers are numbered after the encoder's."""
     if hands_out_routing(model):
         return handing_blocks(model)
@@ -178,7 +184,7 @@ def find_blocks(model: nn.Module) -> list[Block]:
     return sorted(blocks, key=lambda block: block.layer)
 
 
-def hands_out_routing(model: nn.Module) -> bool:
+def hands_out_routing(model: Any) -> bool:
     """Whether the model hands out every layer's Routing itself.
 
     Then `routing_blocks()` lists its blocks, and its forward pass takes `consume`, which is called with each
@@ -339,17 +345,81 @@ def llama4_output(block: Block, x_TD: Tensor, chosen_T: Tensor) -> Tensor:
     return out_TD
 
 
+# --- other experts in place of those that the router numbers, for interventions
+
+
+def contract_rerouted(
+    block: Block, inputs: tuple[Tensor, ...], silent: Sequence[int], places: Sequence[int]
+) -> tuple[Tensor, ...]:
+    x, index_TK, gates_TK, *rest = inputs
+    absent = block.n_experts  # what indices below 0 and of other ranks become and stay
+    silent_E = torch.zeros(absent + 1, dtype=torch.bool, device=x.device)
+    silent_E[list(silent)] = True
+    at_TK = index_TK.clamp(max=absent).long()
+    gates_TK = gates_TK.masked_fill(silent_E[at_TK], 0)
+    if places:
+        places_E = torch.tensor([*places, absent], dtype=index_TK.dtype, device=x.device)
+        index_TK = torch.where((index_TK >= 0) & (index_TK < absent), places_E[at_TK], index_TK)
+    return (x, index_TK, gates_TK, *rest)
+
+
+def columns_rerouted(
+    block: Block, inputs: tuple[Tensor, ...], silent: Sequence[int], places: Sequence[int]
+) -> tuple[Tensor, ...]:
+    """Switch's mask and NLLB's gates have one column per expert."""
+
+    def changed(value: Tensor) -> Tensor:
+        if value.shape[-1] != block.n_experts:
+            return value
+        value = value.clone()
+        value[..., list(silent)] = 0
+        return value[..., torch.tensor(places).argsort().to(value.device)] if places else value
+
+    return (inputs[0], *map(changed, inputs[1:]))
+
+
+def llama4_rerouted(
+    block: Block, inputs: tuple[Tensor, ...], silent: Sequence[int], places: Sequence[int]
+) -> tuple[Tensor, ...]:
+    """Every expert gets its tokens in one block of rows; without biases an input of zero gives zero."""
+    if next(block.experts.parameters()).shape[0] != block.n_experts:  # llama4_output runs one expert
+        return inputs
+    x_ETD = inputs[0].reshape(block.n_experts, -1, inputs[0].shape[-1]).clone()
+    x_ETD[list(silent)] = 0
+    if places:
+        x_ETD = x_ETD[torch.tensor(places).argsort().to(x_ETD.device)]
+    return (x_ETD.reshape(inputs[0].shape), *inputs[1:])
+
+
+def add_to_tokens(output: Tensor, added_TD: Tensor, expert: int) -> Tensor:
+    return output + added_TD.reshape(output.shape)
+
+
+def add_to_expert(output: Tensor, added_TD: Tensor, expert: int) -> Tensor:
+    """Llama 4 returns one block of rows per expert, which the block sums."""
+    output = output.clone()
+    output.view(-1, *added_TD.shape)[expert] += added_TD
+    return output
+
+
 class Adapter(NamedTuple):
     decide: Callable[[Block, tuple[Tensor, ...]], Decision]
     mix: Callable[[Block, Decision], Tensor]
     output: Callable[[Block, Tensor, Tensor], Tensor]  # of each token's expert, without its gate
+    # The inputs of the experts module with gates of 0 for the silent experts, and with other experts:
+    # `places` says for each number in the router which expert runs (empty: the one of that number).
+    rerouted: Callable[[Block, tuple[Tensor, ...], Sequence[int], Sequence[int]], tuple[Tensor, ...]] = (
+        contract_rerouted
+    )
+    # The output of the experts module plus an expert's gated output for all tokens.
+    add: Callable[[Tensor, Tensor, int], Tensor] = add_to_tokens
 
 
 CONTRACT = Adapter(contract, gated(contract_output), contract_output)
 ADAPTERS = {
-    "Llama4TextExperts": Adapter(llama4, llama4_mix, llama4_output),
-    "SwitchTransformersExperts": Adapter(switch, gated(switch_output), switch_output),
-    "NllbMoeExperts": Adapter(nllb, gated(nllb_output), nllb_output),
+    "Llama4TextExperts": Adapter(llama4, llama4_mix, llama4_output, llama4_rerouted, add_to_expert),
+    "SwitchTransformersExperts": Adapter(switch, gated(switch_output), switch_output, columns_rerouted),
+    "NllbMoeExperts": Adapter(nllb, gated(nllb_output), nllb_output, columns_rerouted),
 }
 
 

@@ -25,7 +25,7 @@ from moescope.decoder.saving import (
 )
 from moescope.decoder.vocabulary import Vocabulary
 from moescope.errors import BadInput
-from moescope.execution.adapters import Apart, Ask, Asked, Decision, RouterReads
+from moescope.execution.adapters import Apart, Ask, Asked, Block, Decision, RouterReads, find_blocks
 from moescope.execution.model_names import checked_checkpoint
 from moescope.execution.models import MOST_GROWTH, TracedModel, check_finite
 from moescope.execution.streamed import load_streamed
@@ -71,13 +71,7 @@ class Traceable(nn.Module):
         return self.model.routing_blocks()
 
     def expert_blocks(self) -> dict[int, Apart]:
-        """Return layer -> its experts, its router for single tokens, and one with other tensors."""
-        parts = {}
-        for layer, block in enumerate(self.model.blocks):
-            router = block.mlp.router
-            calls = partial(ask, router), partial(with_router, router)
-            parts[layer] = Apart(block.mlp.experts, *calls, router.linear_view())
-        return parts
+        return expert_blocks(self.model)
 
     def get_output_embeddings(self) -> nn.Module:
         return self.model.lm_head
@@ -99,6 +93,23 @@ class Traceable(nn.Module):
                 consume_with_inputs = partial(with_inputs, consume, inputs)
                 output = self.model(input_ids, mask_BL=mask_BL, consume=consume_with_inputs, cache=cache)
         return SimpleNamespace(logits=output.logits_BLV, past_key_values=cache)
+
+
+def expert_blocks(model: LabModel) -> dict[int, Apart]:
+    """Return layer -> its experts, its router for single tokens, and one with other tensors."""
+    parts = {}
+    for layer, block in enumerate(model.blocks):
+        router = block.mlp.router
+        calls = partial(ask, router), partial(with_router, router)
+        parts[layer] = Apart(block.mlp.experts, *calls, router.linear_view())
+    return parts
+
+
+def lab_blocks(model: LabModel) -> list[Block]:
+    """Return the MoE blocks of a lab model, as `find_blocks` returns those of a traceable one."""
+    return find_blocks(
+        SimpleNamespace(routing_blocks=model.routing_blocks, expert_blocks=partial(expert_blocks, model))
+    )
 
 
 @contextmanager

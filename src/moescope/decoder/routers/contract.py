@@ -64,6 +64,7 @@ class Router(nn.Module, ABC):
     plain_top_k: ClassVar[bool] = False  # linear without bias, softmax, top-k: transformers can load it
     sigmoid_scores: ClassVar[bool] = False
     fixed_top_k: ClassVar[int | None] = None
+    gates_follow: ClassVar[bool] = True  # the scores that select are those that gates are made from
     experts_choose: ClassVar[bool] = False  # equal load by construction; an empty slot is not a dropped token
     causal_in_training: ClassVar[bool] = True
     learns_from_text: ClassVar[bool] = True  # the language-model loss has a gradient into the router
@@ -100,6 +101,14 @@ class Router(nn.Module, ABC):
 
     @abstractmethod
     def forward(self, inputs: RouterInput) -> Routed: ...
+
+    def adjust_logits(self, logits_TE: Tensor) -> Tensor:
+        """Return the logits from which choice and gates are made; an intervention replaces this method."""
+        return logits_TE
+
+    def adjust_selection(self, selection_TE: Tensor) -> Tensor:
+        """Return the scores that select, where gates do not follow them; for interventions too."""
+        return selection_TE
 
     def after_step(self) -> None:
         """Update what changes without gradients, from this step's accumulated sums."""

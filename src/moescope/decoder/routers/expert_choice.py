@@ -27,6 +27,7 @@ class ExpertChoice(Router):
     """
 
     name = "expert_choice"
+    gates_follow = False
     experts_choose = True
     causal_in_training = False
     compression_effects: ClassVar[dict[str, str]] = {
@@ -65,7 +66,7 @@ class ExpertChoice(Router):
         return torch.where(self.steps > 0, corrected_E, 1 / self.config.experts)
 
     def forward(self, inputs: RouterInput) -> Routed:
-        logits_TE = functional.linear(inputs.x_TD, self.weight)
+        logits_TE = self.adjust_logits(functional.linear(inputs.x_TD, self.weight))
         scores_TE = logits_TE.softmax(-1)
         if self.training:
             ranks = self.sharing
@@ -75,7 +76,7 @@ class ExpertChoice(Router):
             taken_TE, at_most = ranks.local_rows(taken_TE), min(most, len(scores_TE)) * self.config.experts
             selection_TE = scores_TE
         else:
-            selection_TE = scores_TE - self.threshold_E
+            selection_TE = self.adjust_selection(scores_TE - self.threshold_E)
             taken_TE = (selection_TE >= 0) & inputs.mask_T[:, None]
             at_most = max(int(taken_TE.sum()), 1)  # a host sync, which evaluation can afford
         chosen_TE = torch.where(taken_TE, torch.arange(self.config.experts, device=taken_TE.device), -1)

@@ -23,6 +23,7 @@ class LossFree(Router):
 
     name = "loss_free"
     sigmoid_scores = True
+    gates_follow = False
     OPTIONS: ClassVar[dict[str, Option]] = {"rate": 0.001}
     bias_E: Tensor
 
@@ -40,9 +41,9 @@ class LossFree(Router):
         return config.top_k > 1
 
     def forward(self, inputs: RouterInput) -> Routed:
-        logits_TE = functional.linear(inputs.x_TD, self.weight)
+        logits_TE = self.adjust_logits(functional.linear(inputs.x_TD, self.weight))
         sigmoids_TE = logits_TE.sigmoid()
-        selection_TE = sigmoids_TE.detach() + self.bias_E
+        selection_TE = self.adjust_selection(sigmoids_TE.detach() + self.bias_E)
         chosen_TK = selection_TE.topk(self.config.top_k, dim=-1).indices
         gates_TK = sigmoids_TE.gather(1, chosen_TK)
         if self.config.top_k > 1:

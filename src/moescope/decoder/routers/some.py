@@ -113,7 +113,7 @@ class SoME(Router):
 
     def forward(self, inputs: RouterInput) -> Routed:
         q_TD = self.query(inputs.x_TD)
-        scores_TE = self.scores(q_TD)
+        scores_TE = self.adjust_logits(self.scores(q_TD))
         with_pads_TK = self.choose(scores_TE)
         chosen_TK = with_pads_TK.masked_fill(~inputs.mask_T[:, None], -1)
         logits_TE = scores_TE / self.temperature()

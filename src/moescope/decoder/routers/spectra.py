@@ -65,6 +65,7 @@ class Spectra(Router):
 
     name: ClassVar[str] = "spectra"
     has_rows: ClassVar[bool] = False
+    gates_follow: ClassVar[bool] = False
     causal_in_training: ClassVar[bool] = False
     expects_low_entropy = True  # cosines divided by a small epsilon, and an entropy loss
     state_tensors: ClassVar[dict[str, str]] = {
@@ -169,7 +170,7 @@ class Spectra(Router):
         v_TER = self.expressions(inputs.x_TD)
         s_TE = self.similarity(h_TER, v_TER)
         gram_EE = self.gram(v_TER, inputs.mask_T)
-        logits_TE = self.logits(s_TE, gram_EE)
+        logits_TE = self.adjust_logits(self.logits(s_TE, gram_EE))
         scores_TE = logits_TE.softmax(-1)
         diagnostics = {"direction_overlap": self.direction_overlap(gram_EE.detach())}
         if self.training or self.options["evaluation"] == "published":
@@ -178,6 +179,7 @@ class Spectra(Router):
             diagnostics["column_error"] = Diagnostic(left, untreated, float(self.config.experts - 1))
         else:
             selection_TE = logits_TE.detach() + self.potential_E
+        selection_TE = self.adjust_selection(selection_TE)
         chosen_TK = self.choose(selection_TE, inputs.mask_T)
         dropped_T = None
         if self.training and self.options["quota"]:
@@ -198,10 +200,11 @@ class Spectra(Router):
 
     def plain(self, inputs: RouterInput) -> Routed:
         """Linear, softmax, top-k, and nothing that balances."""
-        logits_TE = self.linear(inputs.x_TD)
-        chosen_TK = self.choose(logits_TE.detach(), inputs.mask_T)
+        logits_TE = self.adjust_logits(self.linear(inputs.x_TD))
+        selection_TE = self.adjust_selection(logits_TE.detach())
+        chosen_TK = self.choose(selection_TE, inputs.mask_T)
         gates_TK = self.gates(logits_TE, chosen_TK)
-        return Routed(chosen_TK, gates_TK, logits_TE, logits_TE.softmax(-1), logits_TE.detach())
+        return Routed(chosen_TK, gates_TK, logits_TE, logits_TE.softmax(-1), selection_TE)
 
     # --- components, in order of execution
 

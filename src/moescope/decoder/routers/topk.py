@@ -80,7 +80,7 @@ class TopK(Router):
     def forward(self, inputs: RouterInput) -> Routed:
         config, options, ranks = self.config, self.options, self.sharing
         real_T1 = inputs.mask_T[:, None]
-        logits_TE = functional.linear(inputs.x_TD, self.weight)
+        logits_TE = self.adjust_logits(functional.linear(inputs.x_TD, self.weight))
         scores_TE = logits_TE.softmax(-1)
         gates_TK, chosen_TK = scores_TE.topk(config.top_k, dim=-1)
         if config.top_k > 1 and options["renormalise"]:

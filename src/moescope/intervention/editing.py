@@ -1,0 +1,196 @@
+"""Carry out changes of one MoE block while its model runs.
+
+No weight is written: the forward functions of the block, its router and its experts are replaced by functions
+that change what passes through them, and are put back afterwards. Tensors are read when the block runs, so
+that a layer may get its weights after the change was set up (streamed runs).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.overrides import TorchFunctionMode
+
+from moescope.errors import BadInput
+from moescope.execution.adapters import Block, adapter_of
+from moescope.execution.capture import tensors_in
+
+FAR = 1e4  # beyond every score and logit of a router, and finite in half precision
+OnScores = Callable[[Tensor], Tensor]  # [..., E] -> [..., E]
+Output = Callable[[Tensor], Tensor]  # an expert's inputs [S, D] -> its outputs [S, D]
+
+
+@dataclass
+class Edit:
+    """What changes in one block; everything empty: nothing."""
+
+    block: Block
+    rows: list[Callable[[Tensor], Tensor]] = field(default_factory=list)  # [E, D] in float64
+    logits: list[OnScores] = field(default_factory=list)
+    # Changes of the scores that select, where gates are made from other scores: of the bias for choosing [E],
+    # or of the scores themselves [T, E] where the model is the lab's.
+    selection: list[OnScores] = field(default_factory=list)
+    top_k: int | None = None
+    places: list[int] = field(default_factory=list)  # number in the router -> expert that runs
+    outputs: dict[int, Output | None] = field(default_factory=dict)  # expert -> its output; None: zero
+    changed_rows_ED: Tensor | None = None  # computed when the router first runs
+    router_input: Tensor | None = None
+    router_outputs: tuple[Tensor, ...] = ()
+
+    @contextmanager
+    def carried_out(self) -> Iterator[None]:
+        """Change the block until the end of the context."""
+        block = self.block
+        with ExitStack() as stack:
+            if self.top_k is not None:
+                stack.enter_context(another_top_k(block, self.top_k))
+            if block.hands_out:
+                router: Any = block.router
+                if self.logits:
+                    stack.enter_context(attribute(router, "adjust_logits", partial(run_all, self.logits)))
+                if self.selection:
+                    changed = partial(run_all, self.selection)
+                    stack.enter_context(attribute(router, "adjust_selection", changed))
+            elif self.selection:
+                run = partial(self.run_block, block.module.forward)
+                stack.enter_context(attribute(block.module, "forward", run))
+            inside = self.rows or (self.logits and not block.hands_out)
+            if inside or self.outputs:
+                run = partial(self.run_router, block.router.forward)
+                stack.enter_context(attribute(block.router, "forward", run))
+            if self.outputs or self.places:
+                run = partial(self.run_experts, block.experts.forward)
+                stack.enter_context(attribute(block.experts, "forward", run))
+            yield
+
+    def run_router(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """The router's forward with other rows and logits."""
+        logits = [] if self.block.hands_out else self.logits
+        if not self.rows and not logits:
+            output = forward(*args, **kwargs)
+        else:
+            with ChangedLinear(self, logits) as mode:
+                output = forward(*args, **kwargs)
+            if mode.calls != 1:
+                raise BadInput(
+                    f"model type {self.block.model_type!r}: the router of {self.block.where()} computes its "
+                    "logits in a way that moescope cannot change; change its experts instead (ablate)"
+                )
+        if self.outputs and not self.block.hands_out:
+            self.router_input = tensors_in((*args, *kwargs.values()))[0]
+            self.router_outputs = tensors_in(output)
+        return output
+
+    def run_block(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """The block's forward with another bias for choosing."""
+        where = self.block.correction_bias
+        assert where is not None
+        module, name = where
+        stored: dict[str, Any] = module._parameters if name in module._parameters else module._buffers
+        before = stored[name]
+        assert before is not None
+        if before.is_meta:
+            raise BadInput(
+                f"{self.block.where()}: its bias for choosing is not in memory between calls, so it cannot "
+                "be changed; use --execution resident or streamed"
+            )
+        with torch.no_grad():
+            value = run_all(self.selection, before.detach().clone())
+        stored[name] = nn.Parameter(value, requires_grad=False) if stored is module._parameters else value
+        try:
+            return forward(*args, **kwargs)
+        finally:
+            stored[name] = before
+
+    def run_experts(self, forward: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
+        """The experts' forward with other experts, or with other outputs."""
+        block, adapter = self.block, adapter_of(self.block)
+        values = [*args, *kwargs.values()]
+        at = [index for index, value in enumerate(values) if isinstance(value, Tensor)]
+        inputs = tuple(values[index] for index in at)
+        rerouted = adapter.rerouted(block, inputs, list(self.outputs), self.places)
+        for index, value in zip(at, rerouted, strict=True):
+            values[index] = value
+        output = forward(*values[: len(args)], **dict(zip(kwargs, values[len(args) :], strict=True)))
+        replaced = {expert: run for expert, run in self.outputs.items() if run is not None}
+        if replaced:
+            seen = replace(block, router_input=self.router_input, router_outputs=self.router_outputs)
+            decision = adapter.decide(seen, inputs)
+            for expert, run in replaced.items():
+                gate_T = torch.where(decision.chosen_TK == expert, decision.gates_TK, 0).sum(-1)
+                added_TD = gate_T[:, None].to(output.dtype) * run(decision.x_TD).to(output.dtype)
+                output = adapter.add(output, added_TD, expert)
+        return output
+
+
+class ChangedLinear(TorchFunctionMode):
+    """While a router runs: its linear map uses other rows, and what it returns is changed."""
+
+    def __init__(self, edit: Edit, logits: list[OnScores]):
+        super().__init__()
+        self.edit, self.logits, self.calls = edit, logits, 0
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func is not functional.linear:
+            return func(*args, **kwargs)
+        values = dict(zip(("input", "weight", "bias"), args, strict=False)) | kwargs
+        weight = values["weight"]
+        if weight.dim() != 2 or weight.shape[0] != self.edit.block.n_experts:
+            return func(*args, **kwargs)
+        self.calls += 1
+        if self.edit.rows:
+            rows_ED = self.edit.changed_rows_ED
+            if rows_ED is None:
+                rows_ED = run_all(self.edit.rows, self.edit.block.weight_ED.detach().double())
+                self.edit.changed_rows_ED = rows_ED
+            values["weight"] = rows_ED.to(weight)
+        return run_all(self.logits, func(**values))
+
+
+def run_all(functions: list[Callable[[Tensor], Tensor]], value: Tensor) -> Tensor:
+    for function in functions:
+        value = function(value)
+    return value
+
+
+@contextmanager
+def attribute(owner: Any, name: str, value: Any) -> Iterator[None]:
+    """Set an attribute of this object alone; afterwards it is as before, absent where it was the class's."""
+    before = vars(owner).get(name)
+    present = name in vars(owner)
+    object.__setattr__(owner, name, value)
+    try:
+        yield
+    finally:
+        if present:
+            object.__setattr__(owner, name, before)
+        else:
+            object.__delattr__(owner, name)
+
+
+@contextmanager
+def another_top_k(block: Block, top_k: int) -> Iterator[None]:
+    with ExitStack() as stack:
+        if block.hands_out:
+            router: Any = block.router
+            stack.enter_context(attribute(router, "config", replace(router.config, top_k=top_k)))
+        for module in top_k_owners(block):
+            stack.enter_context(attribute(module, "top_k", top_k))
+        yield
+
+
+def top_k_owners(block: Block) -> list[Any]:
+    """Return the modules of a block of transformers that hold its number of experts per token."""
+    if block.hands_out:
+        return []
+    inside = set(block.experts.modules())
+    modules = [module for module in block.module.modules() if module not in inside]
+    return [module for module in modules if isinstance(vars(module).get("top_k"), int)]

@@ -1,0 +1,276 @@
+"""What every intervention does to a block, and that nothing is left of it afterwards."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+import moescope
+from families.tiny_models import own_experts, tiny_model
+from intervention.edited_models import FAMILIES, NAMES, blocks_of, fingerprint, logits_of, model_named
+from moescope.errors import BadInput
+from moescope.execution.adapters import Block
+from moescope.intervention.changes import Change, changed, parse_change
+
+# --- as text
+
+
+def test_a_change_is_written_as_it_is_read():
+    for text in ("layer=12 expert=3 ablate", "expert=0,2 skip", "layer=1,2 expert=5 bias by=-0.25"):
+        assert parse_change(text).label == text
+        assert parse_change(parse_change(text).label) == parse_change(text)
+    assert parse_change("ablate expert=1-3 layer=0") == Change("ablate", (0,), (1, 2, 3))
+    assert parse_change("layer=all expert=1 ablate").layers == ()
+    assert len({parse_change("expert=1 bias by=1"), Change("bias", (), (1,), {"by": 1})}) == 1
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("layer=0 expert=1 abolish", "unknown intervention 'abolish'; known: ablate"),
+        ("layer=0 expert=1", "names 0 interventions"),
+        ("expert=1 ablate skip", "names 2 interventions"),
+        ("layer=x expert=1 ablate", "layer is 'x'; give numbers"),
+        ("layer=0 expert=1 ablate by=3", "ablate has no option 'by'"),
+        ("layer=0 expert=1 bias by=much", "by is 'much'; give a number"),
+        ("layer=0 expert=1 bias by=inf", "by is 'inf'; give a number"),
+        ("layer=0 expert=1 bias", "give by="),
+        ("layer=0 ablate", "give expert=NUMBER"),
+        ("layer=0 expert=1,1 ablate", "names one twice"),
+        ("expert='1 ablate", "No closing quotation"),
+    ],
+)
+def test_a_change_that_cannot_be_read_is_rejected_in_one_line(text, words):
+    with pytest.raises(BadInput, match=words) as caught:
+        parse_change(text)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("texts", "words"),
+    [
+        (["layer=0 expert=99 ablate"], "layer 0 has experts 0 to 3, not 99"),
+        (["layer=7 expert=1 ablate"], "no MoE layer 7; MoE layers: 0,1,2"),
+        (["layer=0 expert=0-2 skip"], "1 experts are left, a token needs 2"),
+    ],
+)
+def test_a_change_that_does_not_fit_the_model_is_rejected_and_the_model_stays(texts, words):
+    model = model_named("mixtral")
+    before = fingerprint(model)
+    with pytest.raises(BadInput, match=words), moescope.modified(model, *texts):
+        pass
+    assert fingerprint(model) == before
+
+
+# --- nothing is left, and nothing happens where nothing is asked for
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_afterwards_every_tensor_hook_and_attribute_is_as_before(name):
+    model = model_named(name)
+    blocks, before, logits = blocks_of(model), fingerprint(model), logits_of(model)
+    for change in applicable(blocks):
+        with changed(blocks, [change]):
+            logits_of(model)
+        with pytest.raises(KeyboardInterrupt), changed(blocks, [change]):
+            logits_of(model)
+            raise KeyboardInterrupt
+        assert fingerprint(model) == before, change.label
+    assert torch.equal(logits_of(model), logits)
+
+
+def applicable(blocks: dict[int, Block]) -> list[Change]:
+    """Every change of CHANGES that these blocks allow."""
+    changes = []
+    for text in CHANGES:
+        try:
+            with changed(blocks, [parse_change(text)]):
+                changes.append(parse_change(text))
+        except BadInput as error:
+            assert "cannot be applied" in str(error)
+    return changes
+
+
+CHANGES = ["expert=1 ablate", "expert=1 skip", "expert=1 bias by=0.5"]
+NEUTRAL = ["expert=1 bias by=0"]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_neutral_arguments_change_no_logit(name):
+    model = model_named(name)
+    blocks, logits = blocks_of(model), logits_of(model)
+    done = 0
+    for text in NEUTRAL:
+        try:
+            with changed(blocks, [parse_change(text)]):
+                assert torch.equal(logits_of(model), logits), text
+                done += 1
+        except BadInput as error:
+            assert "cannot be applied" in str(error)
+    assert done or not name.startswith("lab top")
+
+
+# --- every family: an ablated expert is missing from the sum, a skipped one from the model
+
+
+def some_tokens(count: int = 24) -> Tensor:
+    return torch.randn(1, count, 16, generator=torch.Generator().manual_seed(3))
+
+
+def block_output(block: Block, x: Tensor) -> Tensor:
+    with torch.no_grad():
+        output = block.module(x)
+    return (output[0] if isinstance(output, tuple) else output).reshape(-1, x.shape[-1])
+
+
+@pytest.mark.parametrize("kind", FAMILIES)
+def test_a_skipped_expert_is_as_if_the_model_had_been_made_without_it(kind):
+    tiny = tiny_model(kind)
+    block = next(iter(blocks_of(tiny.model).values()))
+    x = some_tokens()
+    with changed({block.layer: block}, [Change("skip", (), (1,))]):
+        skipped = block_output(block, x)
+    assert not torch.allclose(skipped, block_output(block, x), atol=1e-3)
+    remove_expert(block, 1)
+    torch.testing.assert_close(skipped, block_output(block, x), rtol=1e-4, atol=1e-5)
+
+
+def remove_expert(block: Block, gone: int) -> None:
+    """Delete the expert from the block's tensors, read apart from moescope."""
+    n = block.n_experts
+    keep = [expert for expert in range(n) if expert != gone]
+    for module in block.module.modules():
+        for key, value in vars(module).items():
+            if type(value) is int and value == n and "expert" in key:
+                setattr(module, key, n - 1)
+        for stored in (module._parameters, module._buffers):
+            for name, tensor in stored.items():
+                if tensor is None:
+                    continue
+                axis = 1 if tuple(tensor.shape) == (1, n) else 0
+                if type(module).__name__ == "DbrxExpertGLU":
+                    tensor = tensor.view(n, -1, tensor.shape[-1])[keep].flatten(0, 1)
+                elif tensor.shape[axis] == n:
+                    tensor = tensor.index_select(axis, torch.tensor(keep))
+                stored[name] = nn.Parameter(tensor.detach()) if stored is module._parameters else tensor
+        if type(module).__name__ == "Linear" and module.out_features == n:
+            module.out_features = n - 1
+    if isinstance(block.experts, nn.ModuleDict):
+        for at, expert in enumerate(keep):
+            block.experts[f"expert_{at}"] = block.experts[f"expert_{expert}"]
+        del block.experts[f"expert_{n - 1}"]
+
+
+@pytest.mark.parametrize("kind", FAMILIES)
+def test_an_ablated_expert_is_as_if_its_down_projection_were_zero(kind):
+    tiny = tiny_model(kind)
+    seen = tiny.blocks[0]
+    block = next(iter(blocks_of(tiny.model).values()))
+    x = some_tokens()
+    with changed({block.layer: block}, [Change("ablate", (), (2,))]):
+        ablated = block_output(block, x)
+    assert not torch.allclose(ablated, block_output(block, x), atol=1e-3)
+    with torch.no_grad():
+        if isinstance(seen.experts, nn.ModuleDict):
+            seen.experts["expert_2"].wo.weight.zero_()
+        for part, tensor in own_experts(seen.experts).items():
+            if part.startswith("down") and not isinstance(seen.experts, nn.ModuleDict):
+                tensor[2].zero_()
+    torch.testing.assert_close(ablated, block_output(block, x), rtol=1e-4, atol=1e-5)
+
+
+# --- hand-worked: two blocks in numpy
+
+
+def softmax(values: np.ndarray) -> np.ndarray:
+    powers = np.exp(values - values.max(-1, keepdims=True))
+    return powers / powers.sum(-1, keepdims=True)
+
+
+class Mixed:
+    """Mixtral's block in numpy: softmax, the two best, gates divided by their sum."""
+
+    def __init__(self) -> None:
+        self.tiny = tiny_model("mixtral")
+        self.blocks = blocks_of(self.tiny.model)
+        self.block = self.blocks[0]
+        self.x = some_tokens()
+        self.experts = {part: t.double().numpy() for part, t in own_experts(self.block.experts).items()}
+        self.rows = self.block.weight_ED.detach().double().numpy()
+        self.x_TD = self.x[0].double().numpy()
+
+    def output(self, expert: int) -> np.ndarray:
+        gate, up = (self.x_TD @ self.experts[part][expert].T for part in ("gate", "up"))
+        return (gate / (1 + np.exp(-gate)) * up) @ self.experts["down"][expert].T
+
+    def mix(
+        self, logits: np.ndarray, outputs: dict[int, np.ndarray] | None = None, top_k: int = 2
+    ) -> np.ndarray:
+        scores = softmax(logits)
+        best = np.argsort(-scores, axis=1, kind="stable")[:, :top_k]
+        gates = np.take_along_axis(scores, best, 1)
+        gates = gates / gates.sum(1, keepdims=True)
+        each = {expert: self.output(expert) for expert in range(4)} | (outputs or {})
+        total = np.zeros_like(self.x_TD)
+        for token in range(len(best)):
+            for expert, gate in zip(best[token], gates[token], strict=True):
+                total[token] += gate * each[expert][token]
+        return total
+
+    def logits(self) -> np.ndarray:
+        return self.x_TD @ self.rows.T
+
+    def under(self, text: str, **more) -> np.ndarray:
+        with changed({0: self.block}, [parse_change(text)], **more):
+            return block_output(self.block, self.x).double().numpy()
+
+
+def close(ours: np.ndarray, theirs: np.ndarray) -> None:
+    np.testing.assert_allclose(ours, theirs, rtol=2e-4, atol=2e-4)
+
+
+def test_ablate_removes_one_term_and_leaves_the_other_gates():
+    case = Mixed()
+    close(case.under("expert=3 ablate"), case.mix(case.logits(), {3: np.zeros_like(case.x_TD)}))
+
+
+def test_skip_takes_the_next_choice_with_gates_that_sum_to_one():
+    case = Mixed()
+    logits = case.logits()
+    logits[:, 3] = -np.inf
+    close(case.under("expert=3 skip"), case.mix(logits))
+
+
+def test_bias_shifts_the_logit_and_gates_follow():
+    case = Mixed()
+    close(case.under("expert=0,2 bias by=0.7"), case.mix(case.logits() + np.array([0.7, 0, 0.7, 0])))
+
+
+def sigmoid_block(x: Tensor, block: Block, shift: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """DeepSeek V3's choice in numpy: sigmoid, a bias for choosing, gates divided by their sum, scaled."""
+    scores = 1 / (1 + np.exp(-(x.numpy() @ block.weight_ED.detach().double().numpy().T)))
+    bias = block.router.e_score_correction_bias.double().numpy() + shift
+    best = np.argsort(-(scores + bias), axis=1)[:, :2]
+    gates = np.take_along_axis(scores, best, 1)
+    return best, gates / gates.sum(1, keepdims=True) * block.router.routed_scaling_factor
+
+
+def test_bias_leaves_gates_where_the_model_has_a_bias_for_choosing():
+    block = next(iter(blocks_of(tiny_model("deepseek_v3").model).values()))
+    x = torch.randn(9, 16, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
+    shift = np.array([0, 0.4, 0, 0])
+    with changed({block.layer: block}, [parse_change("expert=1 bias by=0.4")]), torch.no_grad():
+        seen: list[tuple[Tensor, ...]] = []
+        hook = block.experts.register_forward_pre_hook(lambda module, args: seen.append(args))
+        block.module(x.float()[None])
+        hook.remove()
+    best, gates = sigmoid_block(x, block, shift)
+    assert not np.array_equal(np.sort(best), np.sort(sigmoid_block(x, block, 0 * shift)[0]))
+    order = np.argsort(best, axis=1)
+    mine = seen[0][1].argsort(1)
+    assert np.array_equal(np.sort(best), seen[0][1].gather(1, mine).numpy())
+    np.testing.assert_allclose(
+        seen[0][2].gather(1, mine).numpy(), np.take_along_axis(gates, order, 1), rtol=1e-4
+    )
