@@ -60,6 +60,9 @@ BETWEEN_SUBJECTS = {
     "compression.verb": ("comparison.tables",),  # distances within groups, in compare's tables and figures
     "compression.figures": ("comparison.figures",),
     "compression.report": ("comparison.figures", "comparison.tables"),
+    # judged on the documents that compress holds out
+    "intervention.passes": ("compression.judging",),
+    "intervention.steps": ("compression.calibration_text",),
     # a training is a monitored run that holds a scan and a trace
     "lab.train": ("weights.verb", "routing.trace", "routing.monitor", "routing.report_monitor"),
     "lab.training": ("routing.monitor",),

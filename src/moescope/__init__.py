@@ -1,8 +1,9 @@
 """moescope: see what happens inside Mixture-of-Experts models.
 
-`moescope.scan(...)`, `trace`, `compare`, `compress`, `deploy`, `train`, `study`, `report`, `demo` and
-`inspect` are the verbs of the command line; a verb returns a `Run`. `moescope.open(path)` opens a run folder,
-`moescope.Monitor()` watches a model in training, and `moescope.modified(model, ...)` changes one in memory.
+`moescope.scan(...)`, `trace`, `compare`, `compress`, `intervene`, `deploy`, `train`, `study`, `report`,
+`demo` and `inspect` are the verbs of the command line; a verb returns a `Run`. `moescope.open(path)` opens a
+run folder, `moescope.Monitor()` watches a model in training, and `moescope.modified(model, ...)` changes one in
+memory.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
     from moescope.errors import BadInput
     from moescope.families.inspect import inspect
     from moescope.intervention.changes import modified
+    from moescope.intervention.verb import intervene
     from moescope.lab.study import study
     from moescope.lab.train import count_parameters, train
     from moescope.reporting.verb import report
@@ -47,6 +49,7 @@ __all__ = [
     "demo",
     "deploy",
     "inspect",
+    "intervene",
     "modified",
     "open",
     "report",

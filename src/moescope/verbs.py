@@ -18,6 +18,11 @@ VERBS: tuple[tuple[str, str, str], ...] = (
     ("compare", "Show what changed between two checkpoints or two runs.", "moescope.comparison.verb:VERB"),
     ("compress", "Prune or merge experts, and measure the damage.", "moescope.compression.verb:VERB"),
     (
+        "intervene",
+        "Change routers or experts in memory, and measure what happens.",
+        "moescope.intervention.verb:VERB",
+    ),
+    (
         "deploy",
         "Measure what serving costs: caches, prefetching, placement, coverage.",
         "moescope.deployment.verb:VERB",

@@ -131,6 +131,8 @@ def experts_inputs(model: LabModel) -> Iterator[dict[int, tuple[Tensor, Tensor |
 
 
 def with_inputs(consume: Consume, inputs: dict[int, tuple[Tensor, Tensor | None]], routing: Routing) -> None:
+    if routing.layer not in inputs:  # its block did not run: a stored output took its place
+        return
     x_TD, carried_TR = inputs.pop(routing.layer)
     consume(replace(routing, x_TD=x_TD, carried_TR=carried_TR))
 

@@ -1,0 +1,106 @@
+"""The interventions of a run: one joint change, or the family of changes that a sweep tries."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pandas as pd
+
+from moescope.arguments import ranges
+from moescope.errors import BadInput
+from moescope.execution.adapters import Block
+from moescope.intervention.changes import Change, parse_change
+from moescope.intervention.passes import place_of, touched
+from moescope.intervention.tables import PLAN_COLUMNS
+from moescope.types import Array
+
+DEFAULTS = {"experts": "ablate", "k": "project_out", "top_k": "top_k"}  # sweep -> change where none is set
+VARIED = {"experts": "expert", "layers": "layer", "k": "k", "top_k": "k"}  # sweep -> option that it varies
+
+
+@dataclass(frozen=True)
+class Planned:
+    """One intervention: its changes, applied together, and its place in a sweep."""
+
+    changes: tuple[Change, ...]
+    k: int | None = None
+    draw: int | None = None
+    role: str = "change"
+    of: int | None = None
+
+    @property
+    def label(self) -> str:
+        return "; ".join(change.label for change in self.changes)
+
+    @property
+    def name(self) -> str:
+        return "+".join(dict.fromkeys(change.name for change in self.changes))
+
+
+@dataclass(frozen=True)
+class Request:
+    """What the user wants to be changed: changes that apply together, or one that a sweep varies."""
+
+    changes: tuple[Change, ...]
+    sweep: str | None = None
+    layers: tuple[int, ...] = ()
+    controls: int = 4
+    seed: int = 0
+
+    @classmethod
+    def of(cls, settings: Sequence[str], sweep: str | None, layers: Sequence[int], **more: Any) -> Request:
+        """Parse the settings; reject what cannot be meant, before a model is loaded."""
+        if sweep is None:
+            if not settings:
+                raise BadInput('nothing to change; give --set "layer=0 expert=1 ablate", or --sweep experts')
+            if layers:
+                raise BadInput("--layers chooses the layers of a --sweep; in --set write layer=0")
+            return cls(tuple(map(parse_change, settings)), **more)
+        if len(settings) > 1:
+            raise BadInput(f"--sweep {sweep} varies one change, not {len(settings)}; give one --set")
+        if not settings and sweep not in DEFAULTS:
+            raise BadInput(f'--sweep {sweep} needs a change; give --set "expert=1 ablate"')
+        setting = settings[0] if settings else DEFAULTS[sweep]
+        varied = VARIED[sweep]
+        if re.search(rf"(^|\s){varied}=", setting):
+            raise BadInput(f"--sweep {sweep} varies {varied}=; remove it from --set {setting!r}")
+        if layers and re.search(r"(^|\s)layer=", setting):
+            raise BadInput(f"--layers and layer= in --set {setting!r}; give one of them")
+        template = parse_change(setting if sweep == "layers" else f"{setting} {varied}=1")
+        if sweep in ("k", "top_k") and template.name != DEFAULTS[sweep]:
+            raise BadInput(f"--sweep {sweep} varies {DEFAULTS[sweep]}, not {template.name}; remove the --set")
+        return cls((template,), sweep, tuple(layers) or template.layers, **more)
+
+    def plan(self, blocks: Mapping[int, Block]) -> list[Planned]:
+        """Return the interventions in their order."""
+        if self.sweep is None:
+            return [Planned(self.changes)]
+        (change,), layers = self.changes, self.layers or tuple(blocks)
+        if unknown := [layer for layer in layers if layer not in blocks]:
+            known = ranges(sorted(blocks))
+            raise BadInput(f"layer {unknown[0]}: not an MoE layer of this model; its MoE layers are {known}")
+        if self.sweep == "experts":
+            return [
+                Planned((replace(change, layers=(layer,), experts=(expert,)),))
+                for layer in layers
+                for expert in range(blocks[layer].n_experts)
+            ]
+        return [Planned((replace(change, layers=(layer,)),)) for layer in layers]
+
+
+def plan_frame(
+    plan: Sequence[Planned], blocks: Mapping[int, Block], names: Mapping[int, str], loads: Mapping[int, Array]
+) -> pd.DataFrame:
+    """Return one row per intervention: where it acts, its role, the calibration load of its expert."""
+    rows = []
+    for number, planned in enumerate(plan):
+        first, expert = place_of(planned.changes, blocks)
+        layer = first if len(touched(planned.changes, blocks)) == 1 else None
+        load = None if expert is None or first not in loads else float(loads[first][expert])
+        facts = (planned.label, planned.name, layer, None if layer is None else names[layer], expert)
+        rows.append((number, *facts, planned.k, planned.draw, planned.role, planned.of, load))
+    frame = pd.DataFrame(rows, columns=list(PLAN_COLUMNS))
+    return frame.astype(dict.fromkeys(("layer", "expert", "k", "draw", "of"), "Int64"))

@@ -1,0 +1,180 @@
+"""The verb: its command line, tables, errors, resuming; on models of transformers and of the lab."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from pathlib import Path
+
+import pandas as pd
+import pytest
+import torch
+from typer.testing import CliRunner
+
+import moescope
+from moescope.cli import app
+from moescope.errors import BadInput
+from routing.tiny_text import save_model, texts, write_jsonl
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("intervene")
+    save_model(folder / "mixtral")
+    write_jsonl(folder / "a.jsonl", texts(60, seed=0))
+    write_jsonl(folder / "b.jsonl", texts(60, seed=1, first=25, words=25))
+    return folder
+
+
+def intervene(place: Path, out: Path, **options):
+    domains = [f"{name}={place / name}.jsonl" for name in "ab"]
+    given = {"domain": domains, "out": out, "device": "cpu", "quiet": True, **options}
+    return moescope.intervene(place / "mixtral", **given)
+
+
+def sums(folder: Path) -> dict[str, str]:
+    return {file.name: hashlib.sha256(file.read_bytes()).hexdigest() for file in folder.iterdir()}
+
+
+def test_one_change_against_transformers_with_the_weight_set_to_zero(place, tmp_path):
+    """Judged documents are read back from the file; the table has their sums."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    before = sums(place / "mixtral")
+    run = intervene(place, tmp_path / "run", set="layer=1 expert=2 ablate")
+    assert sums(place / "mixtral") == before
+    rows = run.table("intervention_documents")
+    lines = [
+        json.loads(line)["text"]
+        for name in "ab"
+        for line in (place / f"{name}.jsonl").read_text().splitlines()
+    ]
+    models = [AutoModelForCausalLM.from_pretrained(place / "mixtral") for _ in range(2)]
+    tokenizer = AutoTokenizer.from_pretrained(place / "mixtral")
+    with torch.no_grad():
+        models[1].model.layers[1].mlp.experts.down_proj[2] = 0
+        for row in rows.itertuples():
+            ids = torch.tensor(tokenizer(lines[row.document])["input_ids"])
+            p, q = (model(input_ids=ids[None]).logits[0, :-1].double().log_softmax(-1) for model in models)
+            at = torch.arange(len(ids) - 1), ids[1:]
+            assert row.tokens == len(ids) - 1
+            assert row.domain == "ab"[row.document >= 60]
+            assert row.loss == pytest.approx(-p[at].sum().item(), rel=1e-6, abs=1e-5)
+            assert row.loss_changed == pytest.approx(-q[at].sum().item(), rel=1e-6, abs=1e-5)
+            assert row.kl == pytest.approx((p.exp() * (p - q)).sum().item(), rel=1e-5, abs=1e-5)
+            assert row.predictions_changed == (p.argmax(-1) != q.argmax(-1)).sum()
+    effect = run.table("interventions").set_index("domain").loc["all"]
+    assert effect["loss_difference"] == pytest.approx(
+        (rows["loss_changed"] - rows["loss"]).sum() / rows["tokens"].sum()
+    )
+    assert (effect["layer"], effect["expert"], effect["name"]) == (1, 2, "ablate")
+    assert 0.1 < len(rows) / 120 < 0.35
+
+
+def test_a_sweep_of_experts_gives_the_numbers_of_single_changes(place, tmp_path):
+    sweep = intervene(place, tmp_path / "sweep", sweep="experts", layers="0,2")
+    documents = sweep.table("intervention_documents")
+    plan = sweep.table("interventions").query("domain == 'all'")
+    assert plan[["layer", "expert"]].to_numpy().tolist() == [[layer, e] for layer in (0, 2) for e in range(4)]
+    single = intervene(place, tmp_path / "one", set="layer=2 expert=3 ablate").table("intervention_documents")
+    same = documents[documents["change"] == "layer=2 expert=3 ablate"].reset_index(drop=True)
+    pd.testing.assert_frame_equal(
+        same.drop(columns="intervention"), single.drop(columns="intervention"), check_exact=True
+    )
+    experts = sweep.table("intervention_experts")
+    assert len(experts) == 8
+    assert experts["layer_name"].notna().all()
+    cost = sweep.info["cost"]
+    batches = cost["layer_calls_whole"] // (3 * 9)
+    assert cost["layer_calls"] == batches * (3 + 2 + 4 * 3 + 4 * 1)
+
+
+def test_a_sweep_of_layers_makes_the_given_change_in_each(place, tmp_path):
+    run = intervene(place, tmp_path / "run", sweep="layers", set="expert=1 skip")
+    plan = run.table("interventions").query("domain == 'all'")
+    assert plan["layer"].tolist() == [0, 1, 2]
+    assert plan["name"].unique().tolist() == ["skip"]
+    assert (plan["load_changed"] == 0).all()
+
+
+def test_two_settings_apply_together(place, tmp_path):
+    both = intervene(
+        place, tmp_path / "both", set=["layer=0 expert=1 ablate", "layer=2 expert=0 ablate"]
+    ).table("interventions")
+    assert both["intervention"].nunique() == 1
+    assert both["layer"].isna().all()
+    alone = intervene(place, tmp_path / "alone", set="layer=0 expert=1 ablate").table("interventions")
+    assert both.iloc[0]["kl"] != alone.iloc[0]["kl"]
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"set": "layer=1 expert=99 ablate"}, "99"),
+        ({"set": "layer=7 expert=0 ablate"}, "layer"),
+        ({"set": "layer=1 expert=0 vanish"}, "'vanish'"),
+        ({"set": ["layer=1 expert=0 skip", "layer=1 expert=0 force"]}, "exclude"),
+        ({"set": "layer=1 expert=0 project_out k=17"}, "17"),
+        ({}, "--set"),
+        ({"sweep": "experts", "layers": "9"}, "layer 9"),
+        ({"sweep": "experts", "set": ["expert=1 skip"]}, "expert="),
+        ({"sweep": "layers"}, "--set"),
+        ({"sweep": "corners"}, "'corners'"),
+        ({"set": "layer=1 expert=0 ablate", "layers": "1"}, "--layers"),
+        ({"set": "layer=1 expert=0 ablate", "memory": "1KB"}, "--max-tokens"),
+        ({"set": "layer=1 expert=0 ablate", "execution": "streamed", "generate": "word1"}, "--execution"),
+    ],
+)
+def test_bad_input_is_one_line_and_leaves_nothing_behind(place, tmp_path, options, words):
+    before = sums(place / "mixtral")
+    with pytest.raises(BadInput) as caught:
+        intervene(place, tmp_path / "run", **options)
+    assert words in str(caught.value)
+    assert "\n" not in str(caught.value)
+    left = [file for file in tmp_path.rglob("*") if file.is_file() and file.name != ".lock"]
+    assert left == []
+    assert sums(place / "mixtral") == before
+
+
+def test_a_text_without_tokens_or_without_judged_documents_is_an_error(place, tmp_path):
+    (tmp_path / "empty.txt").write_text("  \n")
+    (tmp_path / "one.txt").write_text("word1")
+    for name in ("empty", "one"):
+        given = {"domain": [], "text": tmp_path / f"{name}.txt"}
+        with pytest.raises(BadInput, match=r"give .*longer"):
+            intervene(place, tmp_path / "run", **given, set="layer=0 expert=0 ablate")
+
+
+def test_the_command_line_prints_the_cost_and_json(place, tmp_path):
+    words = ["intervene", str(place / "mixtral"), "--text", str(place / "a.jsonl"), "--device", "cpu"]
+    shown = CliRunner().invoke(
+        app, [*words, "--sweep", "experts", "--layers", "1", "--out", str(tmp_path / "run"), "--json"]
+    )
+    assert shown.exit_code == 0, shown.output
+    facts = json.loads(shown.stdout)
+    assert facts["status"] == "done"
+    assert "layer calls" in shown.stderr
+    assert "hidden states" in shown.stderr
+    assert Path(facts["report"]).exists()
+    run = moescope.open(tmp_path / "run")
+    assert run.info["command"].startswith("moescope intervene")
+
+
+def test_continuations_are_those_of_transformers_generate(place, tmp_path):
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    given = {"set": "layer=0 expert=1 ablate", "generate": ["word1 word2", "word7"], "max_new_tokens": 12}
+    rows = intervene(place, tmp_path / "run", **given).table("intervention_text")
+    tokenizer = AutoTokenizer.from_pretrained(place / "mixtral")
+    models = [AutoModelForCausalLM.from_pretrained(place / "mixtral") for _ in range(2)]
+    with torch.no_grad():
+        models[1].model.layers[0].mlp.experts.down_proj[1] = 0
+    for prompt in given["generate"]:
+        ids = torch.tensor([tokenizer(prompt)["input_ids"]])
+        for model, column in zip(models, ("token", "token_changed"), strict=True):
+            made = model.generate(
+                ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=12, pad_token_id=0
+            )
+            shown = rows[rows["prompt"] == prompt].sort_values("position")[column].dropna().tolist()
+            assert shown == [tokenizer.decode([token]) for token in made[0, ids.shape[1] :]]
+    assert (rows["token"] != rows["token_changed"]).any()

@@ -1,0 +1,180 @@
+"""Passes from stored hidden states, against plain forward passes of a model whose weights are edited."""
+
+from __future__ import annotations
+
+import copy
+
+import numpy as np
+import pytest
+import torch
+
+from compression.tiny_plans import traced
+from families.tiny_models import tiny_model
+from moescope.execution.documents import Document
+from moescope.intervention.changes import parse_change
+from moescope.intervention.passes import Passes, compare
+
+
+def documents(count: int = 14, seed: int = 0) -> list[Document]:
+    """Of different lengths, so that most batches have padding."""
+    draw = np.random.default_rng(seed)
+    return [Document(3 * at, at % 2, draw.integers(3, 64, draw.integers(2, 40))) for at in range(count)]
+
+
+def decoder_calls(model, layers) -> list[int]:
+    """Count the calls of every decoder layer from now on."""
+    counts = [0] * len(layers)
+
+    def count(at):
+        def hook(*_):
+            counts[at] += 1
+
+        return hook
+
+    for at, layer in enumerate(layers):
+        layer.self_attn.register_forward_pre_hook(count(at), with_kwargs=True)
+    return counts
+
+
+def plain(model, document: Document) -> torch.Tensor:
+    with torch.no_grad():
+        return model(input_ids=torch.from_numpy(document.ids)[None]).logits[0].double()
+
+
+@pytest.mark.parametrize("kind", ["mixtral", "qwen3_moe", "olmoe"])
+def test_an_ablation_is_what_transformers_gives_with_the_expert_s_output_weights_zero(kind):
+    """In float64, so that batches of other shapes round alike."""
+    model, texts = copy.deepcopy(tiny_model(kind).model).double(), documents()
+    model.set_experts_implementation("eager")  # grouped products have no float64
+    edited = copy.deepcopy(model)
+    with torch.no_grad():
+        edited.model.layers[1].mlp.experts.down_proj[2] = 0
+    with Passes(traced(model), texts, 4) as passes:
+        passes.run_untouched(1)
+        effect = passes.judge([parse_change("layer=1 expert=2 ablate")])
+    for place, document in enumerate(texts):
+        after = torch.from_numpy(document.ids[1:])
+        before, changed = (plain(each, document)[:-1] for each in (model, edited))
+        p, q = before.log_softmax(-1), changed.log_softmax(-1)
+        n = max(len(after), 1)
+        rows = torch.arange(len(after))
+        assert passes.tokens_D[place] == len(after)
+        assert passes.loss_D[place] / n == pytest.approx(-p[rows, after].sum().item() / n, abs=1e-6)
+        assert effect.loss_D[place] / n == pytest.approx(-q[rows, after].sum().item() / n, abs=1e-6)
+        kl = torch.nn.functional.kl_div(q, p, reduction="sum", log_target=True).item()
+        assert effect.kl_D[place] / n == pytest.approx(kl / n, abs=1e-6)
+        assert effect.predictions_D[place] == (before.argmax(-1) != changed.argmax(-1)).sum()
+    assert effect.kl_D.sum() > 0.1
+
+
+def test_an_untouched_suffix_gives_the_logits_of_the_whole_pass_bit_for_bit():
+    model = tiny_model("mixtral").model
+    for first in (0, 1, 2):
+        with Passes(traced(model), documents(), 4) as passes:
+            passes.run_untouched(first)
+            for number in range(len(passes.batches)):
+                whole = passes.run(number)
+                suffix = passes.run(number, first, passes.inputs[number])
+                head = passes.run(number, 3, passes.final[number])
+                assert torch.equal(whole, suffix)
+                assert torch.equal(whole, head)
+            effect = passes.judge([parse_change(f"layer={first} expert=0 bias by=0")])
+            assert (effect.loss_D == passes.loss_D).all()
+            assert not effect.kl_D.any()
+            assert not effect.predictions_D.any()
+            assert not effect.choices_changed_D.any()
+
+
+def test_a_sweep_runs_the_prefix_once_and_per_expert_the_suffix_only():
+    model = tiny_model("mixtral").model
+    counts = decoder_calls(model, model.model.layers)
+    with Passes(traced(model), documents(), 4) as passes:
+        passes.run_untouched(1)
+        for expert in range(4):
+            passes.judge([parse_change(f"layer=1 expert={expert} ablate")])
+        passes.move_to(2)
+        for expert in range(4):
+            passes.judge([parse_change(f"layer=2 expert={expert} ablate")])
+        n = len(passes.batches)
+        # untouched once everywhere; layer 1 also to reach layer 2
+        assert counts == [n, n * (1 + 4 + 1), n * (1 + 4 + 4)]
+        assert passes.layer_calls == sum(counts) == passes.calls([1] * 4 + [2] * 4)[0]
+        assert passes.calls([1] * 4 + [2] * 4)[1] == n * 3 * 9
+
+
+def test_stored_inputs_moved_to_a_later_layer_are_those_of_a_whole_pass():
+    model = tiny_model("mixtral").model
+    change = parse_change("layer=2 expert=1 ablate")
+    effects = []
+    for first in (0, 2):
+        with Passes(traced(model), documents(), 4) as passes:
+            passes.run_untouched(first)
+            passes.move_to(2)
+            effects.append(passes.judge([change]))
+    for name in ("loss_D", "kl_D", "predictions_D"):
+        assert (getattr(effects[0], name) == getattr(effects[1], name)).all()
+
+
+def test_routing_is_counted_as_plain_hooks_see_it():
+    """Load, entropy and CV of layer 1, and changed choices in layer 2, document by document."""
+    model, texts = tiny_model("mixtral").model, documents()
+    edited = copy.deepcopy(model)
+    with torch.no_grad():
+        edited.model.layers[1].mlp.experts.down_proj[2] = 0
+    with Passes(traced(model), texts, 4) as passes:
+        passes.run_untouched(1)
+        effect = passes.judge([parse_change("layer=1 expert=2 ablate")])
+    seen = {}
+    for name, each in (("before", model), ("after", edited)):
+        for layer in (1, 2):
+            each.model.layers[layer].mlp.gate.register_forward_hook(
+                lambda module, args, output, key=(name, layer): seen.setdefault(key, []).append(
+                    torch.nn.functional.linear(args[0].reshape(-1, 16), module.weight)
+                )
+            )
+    for document in texts:
+        plain(model, document)
+        plain(edited, document)
+    logits = torch.cat(seen["before", 1])
+    counts = torch.bincount(logits.topk(2).indices.flatten(), minlength=4).double()
+    probabilities = logits.double().softmax(-1)
+    entropy = -(probabilities * probabilities.log()).sum(-1).mean().item()
+    facts = effect.routing
+    assert facts["load"] == pytest.approx((counts[2] / counts.sum()).item())
+    assert facts["load_changed"] == facts["load"]
+    assert facts["cv"] == pytest.approx((counts.std(correction=0) / counts.mean()).item())
+    assert facts["entropy"] == pytest.approx(entropy, abs=1e-6)
+    for place in range(len(texts)):
+        both = [seen[name, 2][place].topk(2).indices.tolist() for name in ("before", "after")]
+        changed = sum(len(set(after) - set(before)) for before, after in zip(*both, strict=True))
+        assert effect.choices_D[place] == 2 * len(texts[place].ids)
+        assert effect.choices_changed_D[place] == changed
+    assert effect.choices_changed_D.sum() > 0
+
+
+def test_skipping_an_expert_leaves_it_without_load():
+    with Passes(traced(tiny_model("mixtral").model), documents(), 4) as passes:
+        passes.run_untouched(0)
+        facts = passes.judge([parse_change("layer=0 expert=1 skip")]).routing
+    assert facts["load"] > 0
+    assert facts["load_changed"] == 0
+
+
+def test_divergence_is_scipy_s():
+    from scipy.stats import entropy
+
+    generator = torch.Generator().manual_seed(0)
+    before, after = (3 * torch.randn(9, 20, generator=generator) for _ in range(2))
+    following = torch.arange(9)
+    loss, kl, differs = compare(before, after, following)
+    p, q = (part.double().softmax(-1).numpy() for part in (before, after))
+    assert kl.numpy() == pytest.approx([entropy(a, b) for a, b in zip(p, q, strict=True)], rel=1e-9)
+    assert loss.numpy() == pytest.approx(-np.log(q[np.arange(9), np.arange(9)]), rel=1e-9)
+    assert (differs.numpy() == (p.argmax(-1) != q.argmax(-1))).all()
+
+
+def test_afterwards_layers_have_their_own_forward_again():
+    model = tiny_model("mixtral").model
+    with Passes(traced(model), documents(3), 4):
+        assert all("forward" in vars(layer) for layer in model.model.layers)
+    assert not any("forward" in vars(layer) for layer in model.model.layers)
