@@ -2,8 +2,8 @@
 
 `moescope.scan(...)`, `trace`, `compare`, `compress`, `intervene`, `deploy`, `train`, `study`, `report`,
 `demo` and `inspect` are the verbs of the command line; a verb returns a `Run`. `moescope.open(path)` opens a
-run folder, `moescope.Monitor()` watches a model in training, and `moescope.modified(model, ...)` changes one in
-memory.
+run folder, `moescope.Monitor()` watches a model in training, and `moescope.modified(model, ...)` changes one
+in memory.
 """
 
 from __future__ import annotations
