@@ -29,6 +29,7 @@ MOST_CHANGES = 12  # rows or lines of a figure
 CLAIMED = 0.05  # q below which a change costs more than its controls
 NATS = "nats per token"
 PROJECTION, TOP_K = "project_out", "top_k"
+RING = {"size": 8, "color": "#FFFFFF", "line": {"color": "#111111", "width": 2}}  # seen on every colour
 CONTROL_STYLES: dict[str, dict[str, Any]] = {
     "random subspace": {"name": "random subspace, equal rank", "color": CATEGORICAL[5], "dash": "dash"},
     "random direction": {"name": "random direction, equal change", "color": CATEGORICAL[4], "dash": "dot"},
@@ -109,9 +110,10 @@ def most_words(rows: pd.DataFrame) -> str:
     if found.empty:
         return f"none of {counted(len(rows), 'expert')} costs more than load-matched controls (q < {CLAIMED})"
     top = found.loc[found["excess"].idxmax()]
+    cost = "costs" if len(found) == 1 else "cost"
     return (
-        f"{len(found):,} of {counted(len(rows), 'expert')} cost more than load-matched controls "
-        f"(q < {CLAIMED}), {place_words(top)} most: {interval_words(top, 'excess')} {NATS} more"
+        f"{len(found):,} of {counted(len(rows), 'expert')} {cost} more than load-matched controls "
+        f"(q < {CLAIMED}), {place_words(top)} most: by {interval_words(top, 'excess')} {NATS}"
     )
 
 
@@ -119,7 +121,7 @@ def effect_map(tables: Tables) -> Figure:
     """Loss difference of every expert of every layer, and its excess over load-matched controls."""
     rows = tables["intervention_experts"]
     words = most_words(rows)
-    captions = [f"Loss difference: {words}.", f"Excess over controls: {words}."]
+    captions = [f"{capital(words)}."] * 2
     marked = rows[claimed(rows)]
     data: list[Trace] = []
     for column, label in (("loss_difference", "loss difference"), ("excess", "excess")):
@@ -142,7 +144,7 @@ def effect_map(tables: Tables) -> Figure:
                 "name": "more than controls",
                 "x": [str(expert) for expert in marked["expert"]],
                 "y": [str(layer) for layer in marked["layer"]],
-                "marker": {"symbol": "circle-open", "size": 9, "color": "#111111", "line": {"width": 2}},
+                "marker": RING,
                 "hoverinfo": "skip",
                 "showlegend": False,
             }
@@ -150,7 +152,7 @@ def effect_map(tables: Tables) -> Figure:
     layout = base_layout("expert", "layer", xaxis=CATEGORIES, yaxis={**CATEGORIES, "autorange": "reversed"})
     return Figure(
         "effect_map",
-        "Effect of removing each expert",
+        "Loss difference per expert",
         captions[0],
         ("loss_difference", "excess", "q", "intervention_experts.load"),
         data,
@@ -196,7 +198,7 @@ def effect_by_domain(tables: Tables) -> Figure:
         "mode": "markers",
         "x": [domain for domain, _ in marks],
         "y": [name for _, name in marks],
-        "marker": {"symbol": "circle-open", "size": 9, "color": "#111111", "line": {"width": 2}},
+        "marker": RING,
         "hoverinfo": "skip",
         "showlegend": False,
     }
@@ -207,7 +209,9 @@ def effect_by_domain(tables: Tables) -> Figure:
         domain_words(tested[tested["domain"] != ALL], column),
         (column, "q", "interventions.domain"),
         [trace, dots],
-        base_layout("domain", "", xaxis=CATEGORIES, yaxis={"type": "category", "autorange": "reversed"}),
+        base_layout(
+            "domain", "change", xaxis=CATEGORIES, yaxis={"type": "category", "autorange": "reversed"}
+        ),
         height=max(260, 26 * len(names) + 110),
         details=f"The {counted(len(names), 'change')} with the largest value in any domain. Circles: q < "
         f"{CLAIMED}, corrected over all changes and domains. A domain with fewer than 10 judged documents "

@@ -79,10 +79,10 @@ def expert_summary(tables: Tables) -> Found:
     found = rows[claimed(rows)]
     top = (found if len(found) else rows).nlargest(1, "excess" if len(found) else "loss_difference").iloc[0]
     place = {"tab": TAB, "colour": MEASURE, "layer": int(top["layer"]), "expert": int(top["expert"])}
-    findings: list[str] = [Finding(f"Experts that matter: {most_words(rows)}.", **place)]
-    keys = [
-        KeyNumber("Largest loss of one expert", float(rows["loss_difference"].max()), unit=NATS, chance=0.0),
-    ]
+    findings: list[str] = [Finding(f"Experts on all documents: {most_words(rows)}.", **place)]
+    worst = rows.loc[rows["loss_difference"].idxmax()]
+    value, where = float(worst["loss_difference"]), place_words(worst)
+    keys = [KeyNumber("Largest loss from one expert", value, 0.0, NATS, where, "no effect")]
     if rows["q"].notna().any():
         key = KeyNumber("Experts above controls", len(found), unit=f"of {len(rows):,}", most=float(len(rows)))
         keys.append(key)
@@ -193,11 +193,8 @@ def text_summary(tables: Tables) -> Found:
         return [], []
     differing = [first_difference(part) for _, part in rows.groupby(["intervention", "prompt"], sort=False)]
     known = [place for place in differing if place is not None]
-    words = (
-        f"{len(known)} of {counted(len(differing), 'continuation')} differ, the first from token {min(known)}"
-        if known
-        else f"none of {counted(len(differing), 'continuation')} differs"
-    )
+    words = f"{len(known)} of {counted(len(differing), 'continuation')} with a difference"
+    words += f", the earliest at token {min(known)}" if known else ""
     return [], [Finding(f"Generated text: {words}.", tab=TAB, section="continuations")]
 
 
@@ -224,14 +221,16 @@ def measures(run: Run) -> list[Measure]:
         beyond=claimed(rows).astype(float).where(rows["q"].notna()),
     )
     reach = float(rows["loss_difference"].abs().max()) or 1.0
-    outlined = f" Outlined: more than load-matched experts, q < {CLAIMED}." if rows["q"].notna().any() else ""
+    tested = (
+        f" Above controls: more than load-matched experts, q < {CLAIMED}." if rows["q"].notna().any() else ""
+    )
     return [
         Measure(
             MEASURE,
             "Loss when removed",
             frame,
             NATS,
-            f"Loss with the expert changed minus loss without; 0: no effect.{outlined}",
+            f"Loss with the expert changed minus loss without; 0: no effect.{tested}",
             0.0,
             limits=(-reach, reach),
             outline=("above controls", "not above controls"),
@@ -248,10 +247,14 @@ def experts(run: Run) -> Iterator[LayerCards]:
     for layer, of_layer in rows.groupby("layer"):
         cards: dict[int, list[Payload]] = {}
         for expert, part in of_layer.groupby("expert"):
+            numbers = part[[f"loss_difference{end}" for end in ("", "_low", "_high")]].to_numpy(float)
             bars = [
-                [str(row["domain"]), plain(float(row["loss_difference"])), None] for _, row in part.iterrows()
+                [str(domain), *plain(row.tolist())]
+                for domain, row in zip(part["domain"], numbers, strict=True)
             ]
-            cards[int(expert)] = [{"kind": "bars", "title": "Loss when removed", "rows": bars, "unit": NATS}]
+            note = f"{NATS}, with 95 % intervals over documents where there are 10; 0: no effect"
+            block = {"kind": "bars", "title": "Loss when removed, by domain", "rows": bars, "note": note}
+            cards[int(expert)] = [block]
         yield LayerCards(int(layer), cards)
 
 
