@@ -1,4 +1,5 @@
-"""What runs of several verbs show together: ambiguity of layers against their routing. Reads tables only."""
+"""What runs of several verbs show together: ambiguity of layers against their routing, and what predicts the
+effect of removing an expert. Reads tables only."""
 
 from __future__ import annotations
 
@@ -8,6 +9,7 @@ import numpy as np
 import pandas as pd
 
 from moescope.plotting.style import CATEGORICAL, base_layout, grey_line, number, span, values_of
+from moescope.reporting import predictors
 from moescope.run import Run
 from moescope.verb import Figure, FigureSpec, Section, Tables
 
@@ -110,8 +112,8 @@ def checkpoint_at(run: Run, step: int) -> dict[str, Any] | None:
 
 
 def joint_sections(runs: list[Run]) -> list[Section]:
-    """Return what the runs of several verbs say together: scans with traces, distances of all series."""
-    distances = distance_sections(runs)
+    """Return what runs say together: scans with traces, distances of all series, predictors of effects."""
+    distances = [*distance_sections(runs), *predictor_sections(runs)]
     scans = [run for run in runs if "ambiguity" in run.tables]
     traces = [run for run in runs if {"routing_layers", "vocabulary"} <= set(run.tables)]
     if not scans or not traces:
@@ -122,6 +124,60 @@ def joint_sections(runs: list[Run]) -> list[Section]:
         *distances,
         Section("together", "Weights and routing together", text, sections=parts, tab="routing"),
     ]
+
+
+def predictor_sections(runs: list[Run]) -> list[Section]:
+    """Return, per sweep of experts, how scores of the same checkpoint's scan and compression predict it."""
+    sections = []
+    for run in runs:
+        if "intervention_experts" not in run.tables or run.table("intervention_experts").empty:
+            continue
+        tables = {"intervention_experts": run.table("intervention_experts")}
+        missing = []
+        if (aligned := alignment_of(run, runs)) is not None:
+            tables["alignment"] = aligned
+        else:
+            missing.append("`moescope scan`")
+        saliency = [other for other in runs if "saliency" in other.tables and same_model(run, other)]
+        if saliency:
+            tables["saliency"] = saliency[0].table("saliency")
+        else:
+            missing.append("`moescope compress`")
+        text = "Scores of experts against the loss when each is removed, within layers."
+        if missing:
+            text += (
+                f" More scores: report this run with one of {' and '.join(missing)} of the same checkpoint."
+            )
+        figures = [(spec, tables) for spec in predictors.FIGURES if spec.can_draw(tables)]
+        found = predictors.findings(predictors.expert_scores(tables))
+        anchor, title = f"predictors-{run.name}", "What predicts the effect of an expert"
+        sections.append(Section(anchor, title, text, figures, findings=found, tab="interventions"))
+    return sections
+
+
+def same_model(one: Run, other: Run) -> bool:
+    return same_checkpoint(checkpoint_at(one, 0), checkpoint_at(other, 0))
+
+
+def alignment_of(run: Run, runs: list[Run]) -> pd.DataFrame | None:
+    """Return every expert's alignment at its layer's k* in a scan of the run's checkpoint: the first view,
+    of raw router rows where there are any."""
+    for scan in runs:
+        if not {"alignment", "ambiguity"} <= set(scan.tables):
+            continue
+        for step in scan.table("ambiguity")["step"].unique():
+            if same_checkpoint(checkpoint_at(run, 0), checkpoint_at(scan, step)):
+                ambiguity, alignment = (
+                    rows[rows["step"] == step] for rows in map(scan.table, ("ambiguity", "alignment"))
+                )
+                raw = ambiguity[ambiguity["router"] == "raw"]
+                first = (raw if len(raw) else ambiguity).iloc[0]
+                view = ["matrix", "router", "fold_norm"]
+                ambiguity, alignment = (
+                    rows[(rows[view] == first[view]).all(axis=1)] for rows in (ambiguity, alignment)
+                )
+                return predictors.at_k_star(alignment, ambiguity)
+    return None
 
 
 def distance_sections(runs: list[Run]) -> list[Section]:
