@@ -25,12 +25,13 @@ from functools import partial
 from importlib.util import find_spec
 from itertools import islice
 from multiprocessing.synchronize import Event
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar, Literal, TypeVar, get_args
 
 from moescope.errors import BadInput, unknown_name
 from moescope.storage import ANONYMOUS, is_anonymous
 
-ENGINES = ("local", "ray")
+EngineName = Literal["local", "ray"]
+ENGINES = get_args(EngineName)
 RETRIES = 3  # of a task whose worker died; a task too large for its machine must not loop
 TASKS_PER_GPU = 3  # the GPU computes one, another's weights are read, the third's statistics are made
 POLL = 0.2  # seconds between two progress updates
@@ -208,6 +209,8 @@ class RayEngine:
     cpus: float  # per task
     gpus: int
     environment: dict[str, str]  # of the workers
+    slots: int = 1  # tasks that run at a time
+    per_machine: int = 1  # of them at most
 
     def run(
         self, work: Work[Task, Result], tasks: Sequence[Task], on_tick: Callable[[Task], None]
@@ -321,6 +324,14 @@ def check_engine(engine: str, address: str | None, device: str) -> None:
         raise unknown_name("device", device, ["auto", "cpu", "cuda"])
 
 
+def check_jobs(engine: str, jobs: int | None) -> None:
+    """Reject a number of parts that is none, or that only Ray could run."""
+    if jobs is not None and (not isinstance(jobs, int) or jobs < 1):
+        raise BadInput(f"--jobs {jobs}: give a whole number from 1")
+    if jobs is not None and engine != "ray":
+        raise BadInput(f"--jobs {jobs}: only Ray splits the text; use --engine ray, or omit it")
+
+
 @contextmanager
 def open_engine(engine: str, address: str | None, device: str) -> Iterator[Engine]:
     """Open the engine of that name and close it afterwards. Ray without an address starts a local cluster."""
@@ -352,7 +363,12 @@ def ray_engine(device: str, machines: list[dict[str, float]]) -> RayEngine:
     place = "cuda" if gpus and device != "cpu" else "cpu"
     environment = thread_variables()
     cpus = min(int(environment["OMP_NUM_THREADS"]), most_cpus)  # Ray would wait forever for more
-    return RayEngine(place, cpus if place == "cpu" else 1, int(place == "cuda"), environment)
+    cpus = cpus if place == "cpu" else 1
+    slots = [
+        int(machine.get("GPU", 0) if place == "cuda" else machine.get("CPU", 0) // cpus)
+        for machine in machines
+    ]
+    return RayEngine(place, cpus, int(place == "cuda"), environment, max(sum(slots), 1), max(slots))
 
 
 def thread_variables() -> dict[str, str]:

@@ -12,7 +12,7 @@ import torch
 from moescope.errors import BadInput
 from moescope.execution.adapters import Block
 from moescope.execution.capture import Capture
-from moescope.execution.documents import Batch, Document, batches, windows
+from moescope.execution.documents import Batch, Document, Window, batches, windows
 from moescope.execution.hidden_states import FileStates, MemoryStates
 from moescope.execution.models import TracedModel, named_failures
 from moescope.execution.scoring import Scoring
@@ -81,7 +81,7 @@ def collect(
 ) -> Collected:
     """Run the model once per phase over the documents; every collector sees every layer's routing."""
     pass_collectors = [collector for collector in collectors if isinstance(collector, PassCollector)]
-    n_documents = n_tokens = 0
+    n_documents = 0
 
     def counted() -> Iterator[Document]:
         nonlocal n_documents
@@ -90,6 +90,22 @@ def collect(
             for collector in pass_collectors:
                 collector.see_document(document)
             yield document
+
+    in_batches = batches(windows(counted(), traced.window), batch_size)
+    n_tokens, blocks = collect_batches(traced, in_batches, collectors, phases, advance)
+    return Collected(n_documents, n_tokens, blocks)
+
+
+def collect_batches(
+    traced: TracedModel,
+    in_batches: Iterable[list[Window]],
+    collectors: Sequence[Collector],
+    phases: tuple[str, ...] = ("prefill",),
+    advance: Callable[[int], None] = lambda tokens: None,
+) -> tuple[int, dict[int, Block]]:
+    """Run the model once per phase over batches of windows; return the tokens, and the blocks by layer."""
+    pass_collectors = [collector for collector in collectors if isinstance(collector, PassCollector)]
+    n_tokens = 0
 
     def consume(routing: Routing) -> None:
         capture.busy = True  # experts that collectors run are not the model's own pass
@@ -101,20 +117,17 @@ def collect(
 
     capture = Capture(traced.model, consume, runner=traced.runner)
     blocks = {block.layer: block for block in capture.blocks}
-    in_batches = (
-        Batch.of(rows, traced.padding) for rows in batches(windows(counted(), traced.window), batch_size)
-    )
+    padded = (Batch.of(rows, traced.padding) for rows in in_batches)
     with capture:
         if isinstance(traced, StreamedModel):
-            n_tokens = run_streamed(traced, capture, list(in_batches), phases, collectors, advance)
-            return Collected(n_documents, n_tokens, blocks)
-        for batch in in_batches:
+            return run_streamed(traced, capture, list(padded), phases, collectors, advance), blocks
+        for number, batch in enumerate(padded):
             size = batch.size
             n_tokens += size
             for phase in phases:
-                run_batch(traced, capture, batch, phase, pass_collectors)
+                run_batch(traced, capture, batch, phase, pass_collectors, number)
                 advance(size)
-    return Collected(n_documents, n_tokens, blocks)
+    return n_tokens, blocks
 
 
 @torch.no_grad()
@@ -234,13 +247,14 @@ def run_batch(
     batch: Batch,
     phase: str,
     collectors: Sequence[PassCollector] = (),
+    number: int = 0,
 ) -> None:
     """Run one batch in one phase. During a pass `capture.tokens` holds the pass's tokens."""
     whole = prefill_inputs(traced, batch)
     ids_BL, mask_BL = whole["input_ids"], whole["attention_mask"]
     cache = None
     for start, stop in passes(batch, phase):
-        current = Pass(batch, phase, start, stop)
+        current = Pass(batch, phase, start, stop, number)
         for collector in collectors:
             collector.begin_pass(current)
         capture.tokens = batch.tokens(traced.device, phase, start, stop)

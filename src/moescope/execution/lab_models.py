@@ -27,9 +27,17 @@ from moescope.decoder.vocabulary import Vocabulary
 from moescope.errors import BadInput
 from moescope.execution.adapters import Apart, Ask, Asked, Block, Decision, RouterReads, find_blocks
 from moescope.execution.model_names import checked_checkpoint
-from moescope.execution.models import MOST_GROWTH, TracedModel, check_finite
+from moescope.execution.models import (
+    MOST_GROWTH,
+    TracedModel,
+    check_finite,
+    find_model,
+    loading,
+    runner_of,
+    with_tokenizer,
+)
 from moescope.execution.streamed import load_streamed
-from moescope.execution.ways import Execution, choose_way, expect_whole, sharded_placement
+from moescope.execution.ways import Execution, Expected, choose_way, expect_whole, sharded_placement
 from moescope.processor import avoid_broken_amx
 from moescope.types import Routing
 
@@ -222,19 +230,61 @@ def load_any_model(
     from moescope.execution.models import load_model as load_transformers_model
 
     how = execution or Execution()
-    if is_own_layout(name) if prefer_transformers else is_lab_checkpoint(name):
-        if how.way not in ("auto", "resident"):
-            raise BadInput(f"{name}: models of the lab run resident; omit --execution {how.way}")
-        how.announce(expect_whole(name, "resident", checked_checkpoint(name), dtype, device))
-        return load_traced(name, dtype, device)
-    if execution is None:
+    if execution is None and not runs_in_lab(name, prefer_transformers, how):
         return load_transformers_model(name, dtype, device, trust_remote_code)
-    checkpoint = checked_checkpoint(name)
-    way = choose_way(checkpoint, dtype, device, how)
+    way, expected = expect_way(name, dtype, device, prefer_transformers, how)
     if way == "streamed":
         return load_streamed(name, dtype, device, trust_remote_code, how)
-    how.announce(expect_whole(name, way, checkpoint, dtype, device))
-    if way == "sharded":
-        place = sharded_placement(name, device, how.limit)
-        return load_transformers_model(name, dtype, device, trust_remote_code, place)
-    return load_transformers_model(name, dtype, device, trust_remote_code)
+    how.announce(expected)
+    if runs_in_lab(name, prefer_transformers, how):
+        return load_traced(name, dtype, device)
+    place = sharded_placement(name, device, how.limit) if way == "sharded" else None
+    return load_transformers_model(name, dtype, device, trust_remote_code, place)
+
+
+def runs_in_lab(name: str, prefer_transformers: bool, how: Execution) -> bool:
+    """Return whether the lab's decoder runs the model, which is never spread or streamed."""
+    in_lab = is_own_layout(name) if prefer_transformers else is_lab_checkpoint(name)
+    if in_lab and how.way not in ("auto", "resident"):
+        raise BadInput(f"{name}: models of the lab run resident; omit --execution {how.way}")
+    return in_lab
+
+
+def expect_way(
+    name: str, dtype: str, device: str, prefer_transformers: bool, how: Execution
+) -> tuple[str, Expected]:
+    """Return the way to run a model, and what it takes if it is not streamed."""
+    in_lab, checkpoint = runs_in_lab(name, prefer_transformers, how), checked_checkpoint(name)
+    way = "resident" if in_lab else choose_way(checkpoint, dtype, device, how)
+    return way, expect_whole(name, way, checkpoint, dtype, device)
+
+
+def expect_run(
+    name: str,
+    dtype: str,
+    device: str,
+    prefer_transformers: bool,
+    trust_remote_code: bool,
+    execution: Execution,
+    tokens: int,
+) -> Expected:
+    """Return what a run over so many tokens, padding included, takes; no weight is loaded."""
+    way, expected = expect_way(name, dtype, device, prefer_transformers, execution)
+    if way == "streamed":
+        return load_streamed(name, dtype, device, trust_remote_code, execution).expect(tokens)
+    return expected
+
+
+def load_skeleton(
+    name: str, dtype: str, prefer_transformers: bool = False, trust_remote_code: bool = False
+) -> TracedModel:
+    """Return a model without weights (a lab model whole): enough to read documents and name its blocks."""
+    if runs_in_lab(name, prefer_transformers, Execution()):
+        return load_traced(name, dtype, "cpu")
+    source = find_model(name, trust_remote_code)
+    with loading(name), torch.device("meta"):
+        if hasattr(source.kind, "get_init_context"):
+            model = source.kind(source.config)
+        else:  # an auto class: Python code of the checkpoint
+            model = source.kind.from_config(source.config, trust_remote_code=trust_remote_code)
+    return with_tokenizer(TracedModel(name, model, runner_of(model), None, "cpu"), source)

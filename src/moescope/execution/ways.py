@@ -39,6 +39,7 @@ class Expected:
     device_bytes: int = 0  # of a GPU, where memory_bytes are of the host
     seconds: float | None = None
     note: str = ""
+    workers: int = 1  # each takes this much, and the time if all run at once
 
     def line(self) -> str:
         parts = [f"memory {size(self.memory_bytes)}" if self.memory_bytes else "memory unknown"]
@@ -46,7 +47,8 @@ class Expected:
         parts += [f"disk {size(self.disk_bytes)}"] if self.disk_bytes else []
         parts += [f"time about {duration(self.seconds)}"] if self.seconds is not None else []
         note = f"; {self.note}" if self.note else ""
-        return f"execution {self.way}: expected {', '.join(parts)}{note}"
+        where = f" on {self.workers} workers, each" if self.workers > 1 else ""
+        return f"execution {self.way}{where}: expected {', '.join(parts)}{note}"
 
 
 @dataclass

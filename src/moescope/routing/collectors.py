@@ -18,8 +18,8 @@ from moescope.execution.models import TracedModel, predicted_tokens
 from moescope.routing.contexts import Contexts, TokenText
 from moescope.routing.counts_to_tables import Corpus, Traced
 from moescope.routing.decision import routing_entropy
+from moescope.routing.share_counts import CountsByShare
 from moescope.routing.tables import TABLES
-from moescope.routing.tally import Tally
 from moescope.routing.token_sample import Sample
 from moescope.storage import check_disk
 from moescope.tables import arrow_schema
@@ -44,19 +44,14 @@ def trace_model(
     """Run the model over the documents in each phase; every token also goes to `token_file` where given."""
     blocks = find_blocks(traced.model)
     names = layer_names or {block.layer: block.name for block in blocks}
-    tally, outputs = Tally(len(domains)), OutputMeans(len(domains), phases[0])
+    counts, outputs = CountsByShare(len(domains)), OutputMeans(len(domains), phases[0])
     with TokenTable(token_file, step, names, domains) as table:
         tokens = TokenCollector(traced, blocks, phases[0], table)
-        ran = collect(traced, documents, [tally, tokens, outputs], batch_size, phases, advance)
-    routers, scoring = {}, {}
-    for layer, block in ran.blocks.items():
-        if block.rows_ED is not None:
-            routers[layer] = block.rows_ED.detach().double().cpu().numpy()
-        if block.scoring is not None:
-            scoring[layer] = block.scoring.words()
+        ran = collect(traced, documents, [counts, tokens, outputs], batch_size, phases, advance)
+    routers, scoring = router_facts(ran.blocks)
     return Traced(
         Corpus(domains, outputs.documents),
-        tally.to_cpu(),
+        counts.to_cpu(),
         phases[0],
         names,
         tokens.sample.probe(),
@@ -64,11 +59,22 @@ def trace_model(
         scoring,
         TokenText(traced.tokenizer),
         tokens.contexts,
-        {layer: means for layer in ran.blocks if (means := outputs.means(layer)) is not None},
+        outputs.all_means(),
         table.seen() if table.wanted else None,
         str(traced.config.model_type),
         traced.window,
     )
+
+
+def router_facts(blocks: dict[int, Block]) -> tuple[dict[int, Array], dict[int, str]]:
+    """Return the router's rows by layer, and how it scores, of the layers where they are known."""
+    routers, scoring = {}, {}
+    for layer, block in blocks.items():
+        if block.rows_ED is not None:
+            routers[layer] = block.rows_ED.detach().double().cpu().numpy()
+        if block.scoring is not None:
+            scoring[layer] = block.scoring.words()
+    return routers, scoring
 
 
 # --- mean outputs
@@ -109,16 +115,24 @@ class OutputMeans(PassCollector):
         self.at = at = self.at.to(routing.x_TD.device)
         sums_ED, tokens_E = summed_outputs(block, routing.x_TD[at], routing.chosen_TK[at])
         layer = routing.layer
-        self.sums[layer] = self.sums.get(layer, 0) + sums_ED.cpu()
+        # in float64, so that the order of batches and workers does not matter
+        self.sums[layer] = self.sums.get(layer, 0) + sums_ED.cpu().double()
         self.tokens[layer] = self.tokens.get(layer, 0) + tokens_E.cpu()
 
-    def means(self, layer: int) -> Array | None:
-        """Return E x D, NaN for an expert that none of these tokens chose; None where there is nothing."""
-        if layer not in self.sums:
-            return None
-        tokens_E = self.tokens[layer].double()
-        means_ED = self.sums[layer].double() / torch.where(tokens_E > 0, tokens_E, torch.nan)[:, None]
-        return np.asarray(means_ED.numpy())
+    def add(self, other: OutputMeans) -> None:
+        """Add the sums over other batches of the same documents."""
+        for layer, sums_ED in other.sums.items():
+            self.sums[layer] = self.sums.get(layer, 0) + sums_ED
+            self.tokens[layer] = self.tokens.get(layer, 0) + other.tokens[layer]
+
+    def all_means(self) -> dict[int, Array]:
+        """Return layer -> E x D, NaN for an expert that none of these tokens chose."""
+        means = {}
+        for layer in sorted(self.sums):
+            tokens_E = self.tokens[layer].double()
+            means_ED = self.sums[layer] / torch.where(tokens_E > 0, tokens_E, torch.nan)[:, None]
+            means[layer] = np.asarray(means_ED.numpy())
+        return means
 
 
 def summed_outputs(block: Block, x_TD: Tensor, chosen_TK: Tensor) -> tuple[Tensor, Tensor]:
@@ -143,7 +157,7 @@ class TokenCollector(PassCollector):
     A pass is recorded on the device and moved once at its end; a batch is complete after its last pass.
     """
 
-    def __init__(self, traced: TracedModel, blocks: list[Block], phase: str, table: TokenTable):
+    def __init__(self, traced: TracedModel, blocks: list[Block], phase: str, table: TokenTable | HeldRows):
         self.traced, self.phase, self.table = traced, phase, table
         layers, n_experts = [block.layer for block in blocks], [block.n_experts for block in blocks]
         self.sample, self.contexts = Sample(layers), Contexts(layers, n_experts)
@@ -290,6 +304,17 @@ class TokenRows(NamedTuple):
     entropy_LT: Array
 
 
+class HeldRows:
+    """Rows of single tokens in memory, for another process to write."""
+
+    def __init__(self, wanted: bool):
+        self.wanted = wanted
+        self.rows: list[TokenRows] = []
+
+    def add(self, rows: TokenRows) -> None:
+        self.rows.append(rows)
+
+
 class TokenTable:
     """Writes rows of single tokens to a parquet file as the text is read; nothing without a file."""
 
@@ -337,6 +362,17 @@ class TokenTable:
             check_disk(self.path.parent, table.nbytes)
             self.writer.write_table(table)
         self.waiting, self.n_rows = [], 0
+
+    def copy(self, file: Path) -> None:
+        """Append the rows of another such table."""
+        import pyarrow.parquet as pq
+
+        assert self.path is not None
+        part = pq.ParquetFile(file)
+        for group in range(part.num_row_groups):
+            rows = part.read_row_group(group)
+            check_disk(self.path.parent, rows.nbytes)
+            self.writer.write_table(rows)
 
     def arrow_table(self) -> Any:
         """Return what waits, built column by column, since there may be millions of rows."""

@@ -99,6 +99,12 @@ class Contexts:
             part[owner] = better
         self.octaves[octave(window.draw)] = places
 
+    def join(self, other: Contexts) -> None:
+        """Add the places of another part of the text."""
+        for number, places in other.octaves.items():
+            held = self.octaves.get(number)
+            self.octaves[number] = places if held is None else held.joined(places).best()
+
     def keep_below(self, threshold: float) -> None:
         """Drop the places in windows that the sample has dropped."""
         self.octaves = {

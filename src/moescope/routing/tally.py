@@ -9,7 +9,6 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -284,7 +283,6 @@ class Tally:
     accumulated: dict[tuple[Any, ...], Accumulated] = field(default_factory=dict)
     waiting: list[Routing] = field(default_factory=list)  # of the current pass, to be counted together
     n_waiting: int = 0  # tokens x experts of these
-    finished: list[LayerCounts] = field(default_factory=list)  # layers of a streamed run that are complete
 
     def consume(self, routing: Routing, block: Block | None = None) -> None:
         first = self.waiting[0] if self.waiting else routing
@@ -312,23 +310,4 @@ class Tally:
         """Return everything counted so far, by phase and layer."""
         self.count()
         layers = [counts for key, part in self.accumulated.items() for counts in part.to_cpu(key[0])]
-        return sorted(self.finished + layers, key=lambda counts: (counts.phase, counts.layer))
-
-    def layer_state(self, layer: int) -> list[dict[str, Any]]:
-        """Return one layer's counts as plain data, all layers counted so far being complete."""
-        self.finished, self.accumulated = self.to_cpu(), {}
-        return [
-            {
-                name: torch.from_numpy(value) if isinstance(value, np.ndarray) else value
-                for name, value in vars(counts).items()
-            }
-            for counts in self.finished
-            if counts.layer == layer
-        ]
-
-    def restore_layer(self, layer: int, state: list[dict[str, Any]]) -> None:
-        for counts in state:
-            arrays: dict[str, Any] = {
-                name: value.numpy() if isinstance(value, Tensor) else value for name, value in counts.items()
-            }
-            self.finished.append(LayerCounts(**arrays))
+        return sorted(layers, key=lambda counts: (counts.phase, counts.layer))

@@ -68,6 +68,14 @@ class Sample:
             self.windows = [entry for entry in self.windows if self.wants(entry[0])]
             self.size = sum(len(entry[0].ids) for entry in self.windows)
 
+    def join(self, other: Sample) -> None:
+        """Add the sample of another part of the text: the sample of both parts together."""
+        self.threshold = min(self.threshold, other.threshold)
+        entries = [entry for entry in (*self.windows, *other.windows) if self.wants(entry[0])]
+        self.windows, self.size = [], 0
+        for entry in entries:
+            self.add(*entry)
+
     def probe(self) -> Probe:
         ordered = sorted(self.windows, key=lambda entry: (entry[0].draw, entry[0].document))
         empty = np.zeros(0, dtype=np.int64)

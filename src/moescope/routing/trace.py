@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from moescope.arguments import as_list, choose_device, device_warnings, one_of, step_numbers
+from moescope.engine import Engine, EngineName, LocalEngine, check_engine, check_jobs, open_engine
 from moescope.errors import BadInput
 from moescope.execution.model_names import (
     Dtype,
@@ -68,6 +69,9 @@ def trace(
     execution: Way = "auto",
     memory: str | None = None,
     device: str = "auto",
+    engine: EngineName = "local",
+    address: str | None = None,
+    jobs: int | None = None,
     seed: int = 0,
     overwrite: bool = False,
     quiet: bool = False,
@@ -121,7 +125,13 @@ def trace(
     execution : WAY
         Run whole, sharded, or by layer.
     memory : SIZE, default 80 % of free
-        Memory to use at most, such as 8GB.
+        Memory to use at most, such as 8GB; on Ray, per worker.
+    engine : ENGINE
+        local: in this process; ray: documents are split over workers (needs the extra `ray`).
+    address : ADDRESS
+        Ray cluster to join: auto, or HOST:PORT. By default one is started here.
+    jobs : N, default as many as fit
+        Parts of the text on Ray; each loads the model once.
     seed : int
         Seed of permutations.
     overwrite : bool
@@ -150,7 +160,11 @@ def trace(
     methods = map_methods(maps)
     one_of("execution", execution, get_args(Way))
     memory_bytes = parse_size("--memory", memory)
+    check_engine(engine, address, device)
+    check_jobs(engine, jobs)
     if recorded is not None:
+        if engine != "local":
+            raise BadInput("--recorded runs no model, so there is nothing to split; omit --engine ray")
         if text or domain or token_ids or revisions:
             raise BadInput("--recorded replaces the text; give one or the other")
         from moescope.routing.trace_recorded import trace_recorded
@@ -162,7 +176,7 @@ def trace(
     for name in names:
         check_routed(name)
     reading = sources(text, domain, token_ids)
-    place = choose_device(device)
+    place = choose_device(device) if engine == "local" else device  # on Ray the cluster's devices count
     steps = sorted(zip(step_numbers([short_name(name) for name in names]), names, strict=True))
     texts = [[source.domain, source.identity] for source in reading]
     identity = {
@@ -179,16 +193,20 @@ def trace(
     reads = (max_tokens, dtype, batch_size, chat_template, trust_remote_code)
     settings = TraceSettings(*reads, phases, save_tokens, methods, seed)
     with open_run(folder, VERB, identity, overwrite, VERB.command(given)) as writer:
-        writer.save_info(device=place)
         how = Execution.of_run(writer, execution, memory_bytes, quiet)
         done_tasks = writer.done_tasks()
+        left = [(number, name) for number, name in steps if task_name(number) not in done_tasks]
         total = max_tokens and max_tokens * len(steps) * len(phases)
-        with progress(total, 0, "tokens", quiet) as advance:
-            for number, name in steps:
-                if task_name(number) not in done_tasks:
-                    label = f"step {number}" if len(steps) > 1 else short_name(name)
-                    how.on_total = partial(show_total, advance, label, len(steps))
-                    trace_step(writer, number, name, reading, settings, place, how, partial(advance, label))
+        with (
+            progress(total, 0, "tokens", quiet) as advance,
+            open_engine(engine if left else "local", address, place) as workers,
+        ):
+            writer.save_info(engine=workers.name, device=workers.device)
+            for number, name in left:
+                label = f"step {number}" if len(steps) > 1 else short_name(name)
+                how.on_total = partial(show_total, advance, label, len(steps))
+                shown = partial(advance, label)
+                trace_step(writer, number, name, reading, settings, workers, jobs, how, shown)
         return finish(writer, [number for number, _ in steps], save_tokens, device_warnings(device))
 
 
@@ -203,18 +221,23 @@ def trace_step(
     name: str,
     reading: list[Source],
     settings: TraceSettings,
-    device: str,
+    workers: Engine,
+    jobs: int | None,
     how: Execution,
     advance: Callable[[int], None],
 ) -> None:
     """Run one model over the text; its tables are on disk before the next model is loaded."""
     from moescope.execution.adapters import find_blocks
     from moescope.execution.documents import read_documents
-    from moescope.execution.lab_models import load_any_model
+    from moescope.execution.lab_models import load_any_model, load_skeleton
     from moescope.routing.collectors import trace_model
 
+    dtype, trust = settings.dtype, settings.trust_remote_code
     with writer.timed("load"):
-        traced = load_any_model(name, settings.dtype, device, False, settings.trust_remote_code, how)
+        if isinstance(workers, LocalEngine):
+            traced = load_any_model(name, dtype, workers.device, False, trust, how)
+        else:
+            traced = load_skeleton(name, dtype, False, trust)
     if settings.chat_template and not getattr(traced.tokenizer, "chat_template", None):
         raise BadInput(f"{name}: its tokenizer has no chat template; leave --chat-template out")
     if "decode" in settings.phases and traced.two_stacks:
@@ -236,18 +259,19 @@ def trace_step(
             longest[domains[document.domain]] = max(longest[domains[document.domain]], len(document.ids))
             yield document
 
+    documents = measured(read_documents(traced, reading, settings.max_tokens, settings.chat_template))
+    names = checkpoint_layer_names(name, {block.layer: block.name for block in blocks})
+    given = (domains, documents, settings.phases, settings.batch_size, names, number, stream)
     with writer.timed("trace"):
-        result = trace_model(
-            traced,
-            domains,
-            measured(read_documents(traced, reading, settings.max_tokens, settings.chat_template)),
-            settings.phases,
-            settings.batch_size,
-            checkpoint_layer_names(name, {block.layer: block.name for block in blocks}),
-            number,
-            stream,
-            advance,
-        )
+        if isinstance(workers, LocalEngine):
+            result = trace_model(traced, *given, advance)
+        else:
+            from moescope.execution.workers import ModelRequest, Workers
+            from moescope.routing.trace_workers import trace_on_workers
+
+            request = ModelRequest(name, dtype, trust, prefer_transformers=False)
+            ray = Workers(workers, jobs, request, how, advance, len(settings.phases))
+            result = trace_on_workers(traced, ray.run, *given)
     if not sum(result.corpus.documents):
         raise BadInput("the text holds no token; give a longer one")
     with writer.timed("tables"):

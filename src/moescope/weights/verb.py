@@ -21,7 +21,7 @@ from moescope.arguments import (
     weights,
 )
 from moescope.checkpoint import open_checkpoint
-from moescope.engine import Engine, check_engine, open_engine
+from moescope.engine import Engine, EngineName, check_engine, open_engine
 from moescope.errors import BadInput
 from moescope.families import MoeCheckpoint, read_moe
 from moescope.progress import progress
@@ -48,7 +48,6 @@ if TYPE_CHECKING:
 Precision = Literal["fast", "exact"]
 Null = Literal["closed", "shuffle"]
 KStar = Literal["max_margin", 128, 256, 512]
-EngineName = Literal["local", "ray"]
 
 
 @dataclass(frozen=True)
