@@ -70,6 +70,37 @@ def die_over_layer(
     return analysed
 
 
+def die_in_part(
+    marks: str,
+    number: int,
+    batches: int,
+    real: Callable[..., Any],
+    work: Callable[..., Any],
+    request: Any,
+    how: Any,
+    part: Any,
+    tick: Tick,
+) -> Any:
+    """Run a part, but the worker is killed outright after that many batches of the first attempt at it."""
+    attempt = len(list(Path(marks).glob(f"{part.number}-*")))
+    mark = Path(marks) / f"{part.number}-{attempt}"
+    mark.touch()
+    done = 0
+
+    def dying(traced: Any, part: Any, advance: Callable[[int], None]) -> Any:
+        def count(tokens: int) -> None:
+            nonlocal done
+            done += 1
+            mark.write_text(str(done))
+            advance(tokens)
+            if part.number == number and attempt == 0 and done == batches:
+                os.kill(os.getpid(), signal.SIGKILL)
+
+        return work(traced, part, count)
+
+    return real(dying, request, how, part, tick)
+
+
 def wait_beyond(last: int, real: Callable[..., Any], device: str, task: Any, tick: Tick) -> Any:
     """Analyse the layers up to the last one; wait for ever over those beyond it."""
     while task.layer > last:

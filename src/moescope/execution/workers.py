@@ -6,14 +6,14 @@ from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from moescope.engine import RayEngine, Tick
 from moescope.execution.documents import Window
 from moescope.execution.lab_models import expect_run, load_any_model
 from moescope.execution.models import TracedModel
 from moescope.execution.shares import Part, split_shares
-from moescope.execution.ways import Execution, Expected
+from moescope.execution.ways import Execution, Expected, Way
 from moescope.storage import remove, remove_empty
 
 TOKENS_PER_TICK = 256
@@ -62,7 +62,7 @@ class Workers:
         ask = partial(expect_part, request, asked, min(len(parts), self.engine.per_machine))
         ((_, (expected, memory)),) = self.engine.run(ask, parts[:1], lambda part: None)
         how.announce(replace(expected, model=name, workers=len(parts)))
-        asked = replace(asked, way=expected.way, memory=memory)
+        asked = replace(asked, way=cast(Way, expected.way), memory=memory)
         tokens = {part.number: self.phases * part.tokens for part in parts}
         how.on_total(sum(tokens.values()))
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from moescope.execution.shares import ByShare
 from moescope.routing.tally import SUMS, LayerCounts, Tally
 from moescope.statistics import BUCKETS
-from moescope.types import Array, Integers
+from moescope.types import Integers
 
 
 @dataclass(frozen=True)
@@ -27,7 +27,7 @@ class ShareCounts:
     def of(cls, share: int, counts: LayerCounts) -> ShareCounts:
         cells_C = np.flatnonzero(counts.sums("tokens"))
 
-        def cut(values_MBX: Array) -> Array:
+        def cut(values_MBX: Any) -> Any:
             return values_MBX.reshape(1, -1, values_MBX.shape[-1])[:, cells_C]
 
         probability_MBE = counts.probability_MBE

@@ -117,7 +117,7 @@ def trace(
     dtype : DTYPE
         Precision of the model; auto: as stored.
     batch_size : int
-        Documents per batch; changes no number.
+        Documents per batch.
     chat_template : bool
         Read each document as a user's message.
     trust_remote_code : bool
@@ -125,13 +125,13 @@ def trace(
     execution : WAY
         Run whole, sharded, or by layer.
     memory : SIZE, default 80 % of free
-        Memory to use at most, such as 8GB; on Ray, per worker.
+        Most memory (per worker): 8GB.
     engine : ENGINE
-        local: in this process; ray: documents are split over workers (needs the extra `ray`).
+        Run here, or split over Ray workers.
     address : ADDRESS
-        Ray cluster to join: auto, or HOST:PORT. By default one is started here.
+        Ray cluster to join: auto or HOST:PORT.
     jobs : N, default as many as fit
-        Parts of the text on Ray; each loads the model once.
+        Parts of the text on Ray.
     seed : int
         Seed of permutations.
     overwrite : bool
