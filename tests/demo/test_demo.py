@@ -154,6 +154,14 @@ def test_text_that_is_traced_was_held_out_and_every_domain_is_read(shown):
     assert read.min() > 0.9 * read.max()
 
 
+def test_every_domain_of_the_demo_has_enough_documents_for_intervals(shown):
+    trace = shown[0].parts["trace"]
+    assert min(trace.info["setup"][0]["coverage"]["domains"].values()) >= 20
+    affinities = trace.table("domains").query("tokens >= 100")  # a few tokens come from a few documents
+    assert set(affinities["domain"]) == set(trace.info["setup"][0]["coverage"]["domains"])
+    assert (affinities["low"] <= affinities["high"]).all()  # false for a missing one
+
+
 def test_the_demo_reads_code_within_the_trained_length_as_plain_transformers_does(shown):
     run, _ = shown
     length = run.info["arguments"]["train"]["sequence_length"]

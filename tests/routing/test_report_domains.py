@@ -69,11 +69,11 @@ def test_without_intervals_the_domain_with_too_few_documents_is_named(view):
     assert "no interval: code has 6 documents, 20 are needed" in found
 
 
-def test_of_many_domains_the_four_strongest_are_named_and_one_domain_has_no_such_finding(view):
+def test_of_many_domains_the_five_strongest_are_named_and_one_domain_has_no_such_finding(view):
     rows = [(f"d{i}", 0, i, 90, 1 + i / 10, 1 + i / 20, 2.0) for i in range(1, 7)]
     (found,) = domain_findings(planted(view, rows, dict.fromkeys([row[0] for row in rows], 30)))
-    assert re.findall(r"(d\d) L0", found) == ["d6", "d5", "d4", "d3"]
-    assert "2 more" in found
+    assert re.findall(r"(d\d) L0", found) == ["d6", "d5", "d4", "d3", "d2"]
+    assert "1 more" in found
     assert domain_findings(planted(view, rows[:1], {"d1": 30})) == []
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import shutil
 from pathlib import Path
@@ -17,6 +18,7 @@ from moescope.weights.verb import scan
 
 SHIPPED = Path(__file__).parent / "shipped"  # recipe.toml, model/, training/: written by recipe.py
 TRACED_TOKENS = 50_000
+DOCUMENTS = 40  # per domain at most: more than the 20 that intervals need
 CHARACTERS = 2_000  # per document: a single long file would use up its domain's tokens
 
 
@@ -99,20 +101,17 @@ def held_out_texts(folder: Path, run: Run) -> list[str]:
 
     Held-out documents are chosen by name, so the choice is the same under another Python, whose texts differ.
     """
-    from moescope.lab.config import config_from
-    from moescope.lab.corpus import read_corpus
+    from moescope.lab.corpus import held_out
 
     if not folder.exists():
-        settings = {key: value for key, value in run.info["arguments"].items() if key != "from"}
-        corpus = read_corpus(config_from(settings))
+        share = run.info["arguments"]["data"]["validation_share"]
         with whole_folder(folder) as partial:
-            for domain in corpus.domains:
-                lines = [
-                    json.dumps({"text": truncate(text)}, ensure_ascii=False)
-                    for text in corpus.validation[domain]
-                ]
-                (partial / f"{domain}.jsonl").write_text("\n".join(lines) + "\n", encoding="utf-8")
-    files = {file.stem: file for file in folder.glob("*.jsonl")}  # this Python may have no headers
+            for domain in run.info["domains"]:
+                texts = itertools.islice(held_out(domain, share), DOCUMENTS)
+                lines = [json.dumps({"text": truncate(text)}, ensure_ascii=False) + "\n" for text in texts]
+                if lines:  # this Python may have no headers
+                    (partial / f"{domain}.jsonl").write_text("".join(lines), encoding="utf-8")
+    files = {file.stem: file for file in folder.glob("*.jsonl")}
     return [f"{domain}={files[domain]}" for domain in run.info["domains"] if domain in files]
 
 

@@ -83,6 +83,11 @@ def embedded_corpus(
     return split(documents, validation_share)
 
 
+def held_out(domain: str, validation_share: float = VALIDATION_SHARE) -> Iterator[str]:
+    """Yield the documents of an embedded domain that no training reads, however much text it takes."""
+    return (document.text for document in EMBEDDED[domain]() if place(document.group) < validation_share)
+
+
 def corpus_of(
     domains: dict[str, Callable[[], Iterable[str]]], validation_share: float = VALIDATION_SHARE
 ) -> Corpus:

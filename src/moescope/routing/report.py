@@ -47,7 +47,7 @@ from moescope.run import Run
 from moescope.verb import FigureSpec, Finding, KeyNumber, Payload, Section, Selection, Summary, Tables
 
 STEPS_NAMED = 6
-DOMAINS_NAMED = 4
+DOMAINS_NAMED = 5
 EXPERTS_NAMED = 2  # per domain
 UNIFORM_SHARE = 0.99  # of a uniform router's entropy, above which routing is called uniform
 ROWS_SHOWN = 2000  # of a folded table; the run folder has all
