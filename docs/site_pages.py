@@ -66,8 +66,10 @@ def verb_page(name: str, line: str) -> str:
     verb = RECORDS[name]
     assert verb.run is not None
     example = DOCS / "verbs" / f"{name}.md"
-    parts = [f"# {name}", summary_of(verb.run)]
-    parts += [example.read_text(encoding="utf-8").strip()] if example.exists() else [docstring_example(verb)]
+    if example.exists():
+        parts = [example.read_text(encoding="utf-8").strip()]
+    else:
+        parts = [f"# {name}", summary_of(verb.run), docstring_example(verb)]
     for title, more in (("Options", False), ("More options", True)):
         options = [option for option in verb.options if option.more == more]
         if options:

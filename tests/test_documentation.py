@@ -23,6 +23,7 @@ from moescope.verbs import VERBS, load_verb
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
 PAGES = [ROOT / "README.md", *sorted(path for path in DOCS.rglob("*.md") if "decisions" not in path.parts)]
+CLONED = sorted([*ROOT.glob("*.md"), *DOCS.rglob("*.md")])
 MARK = re.compile(r"<!-- not executed: (.+) -->")
 COMMAND = re.compile(r"^(moescope|make|pip|uvx|pipx|python|torchrun|\.venv/bin/\S+) ")
 NOTEBOOKS = sorted((ROOT / "examples").glob("*.ipynb"))
@@ -146,6 +147,16 @@ def test_the_blocks_of_a_page_run_in_order(page, folder, monkeypatch):
             exec(compile(block.text, block.where, "exec"), names)
         for line in block.commands:
             run_command(line)
+
+
+@pytest.mark.parametrize("page", CLONED, ids=lambda page: str(page.relative_to(ROOT)))
+def test_a_page_has_a_title_and_links_that_work_in_a_clone(page):
+    text = page.read_text(encoding="utf-8")
+    assert text.startswith("# "), "a reader of the file sees no title"
+    for target in re.findall(r"\]\(([^)#\s]+)[^)]*\)|<img src=\"([^\"]+)\"", text):
+        path = next(filter(None, target))
+        if not path.startswith(("https:", "http:", "mailto:")):
+            assert (page.parent / path).exists(), path
 
 
 # --- notebooks
