@@ -63,6 +63,7 @@ BETWEEN_SUBJECTS = {
     # judged on the documents that compress holds out
     "intervention.passes": ("compression.judging",),
     "intervention.steps": ("compression.calibration_text",),
+    "intervention.router_changes": ("weights.views",),  # the matrices whose directions scan compares
     # a training is a monitored run that holds a scan and a trace
     "lab.train": ("weights.verb", "routing.trace", "routing.monitor", "routing.report_monitor"),
     "lab.training": ("routing.monitor",),

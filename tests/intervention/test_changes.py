@@ -12,7 +12,13 @@ from families.tiny_models import own_experts, tiny_model
 from intervention.edited_models import FAMILIES, NAMES, blocks_of, fingerprint, logits_of, model_named
 from moescope.errors import BadInput
 from moescope.execution.adapters import Block
-from moescope.intervention.changes import Change, changed, parse_change
+from moescope.intervention.changes import (
+    Change,
+    changed,
+    check_changes,
+    parse_change,
+)
+from moescope.intervention.router_changes import experts_per_token
 
 # --- as text
 
@@ -53,7 +59,7 @@ def test_a_change_that_cannot_be_read_is_rejected_in_one_line(text, words):
     [
         (["layer=0 expert=99 ablate"], "layer 0 has experts 0 to 3, not 99"),
         (["layer=7 expert=1 ablate"], "no MoE layer 7; MoE layers: 0,1,2"),
-        (["layer=0 expert=0-2 skip"], "1 experts are left, a token needs 2"),
+        (["layer=0 expert=0-2 skip"], "1 experts of layer 0 are left, but a token needs 2"),
     ],
 )
 def test_a_change_that_does_not_fit_the_model_is_rejected_and_the_model_stays(texts, words):
@@ -71,10 +77,9 @@ def test_a_change_that_does_not_fit_the_model_is_rejected_and_the_model_stays(te
 def test_afterwards_every_tensor_hook_and_attribute_is_as_before(name):
     model = model_named(name)
     blocks, before, logits = blocks_of(model), fingerprint(model), logits_of(model)
+    means = {(layer, 1): torch.zeros(1) for layer in blocks}
     for change in applicable(blocks):
-        with changed(blocks, [change]):
-            logits_of(model)
-        with pytest.raises(KeyboardInterrupt), changed(blocks, [change]):
+        with pytest.raises(KeyboardInterrupt), changed(blocks, [change], means=means):
             logits_of(model)
             raise KeyboardInterrupt
         assert fingerprint(model) == before, change.label
@@ -86,15 +91,54 @@ def applicable(blocks: dict[int, Block]) -> list[Change]:
     changes = []
     for text in CHANGES:
         try:
-            with changed(blocks, [parse_change(text)]):
-                changes.append(parse_change(text))
+            check_changes([parse_change(text)], blocks)
+            changes.append(parse_change(text))
         except BadInput as error:
             assert "cannot be applied" in str(error)
     return changes
 
 
-CHANGES = ["expert=1 ablate", "expert=1 skip", "expert=1 bias by=0.5"]
-NEUTRAL = ["expert=1 bias by=0"]
+# One of every record at least; `mean` has calibration of its own below.
+CHANGES = [
+    "expert=1 ablate",
+    "expert=1 mean",
+    "expert=1 skip",
+    "expert=1 force",
+    "expert=1 force off",
+    "expert=1 bias by=0.5",
+    "expert=1,2 swap",
+    "expert=1 transplant from_expert=2",
+    "expert=1 transplant part=row from_expert=2",
+    "project_out k=2",
+    "expert=0 project_out k=2 strength=10 view=gate restore_norm",
+    "project_onto k=2",
+    "random_direction k=2",
+    "random_direction k=2 match=change draw=1",
+    "other_expert k=2",
+    "replace k=3",
+    "expert=1 hijack",
+    "zero_router",
+    "uniform_router",
+    "permute_rows",
+    "top_k k=1",
+    "top_k k=3",
+    "temperature t=2",
+]
+NEUTRAL = [
+    ["expert=1 bias by=0"],
+    ["expert=1,2 swap", "expert=2,1 swap"],
+    ["expert=1 transplant"],
+    ["expert=1 transplant part=row"],
+    ["expert=0,1 transplant part=both"],
+    ["project_out k=2 strength=0"],
+    ["project_out k=2 strength=0 restore_norm"],
+    ["random_direction k=2 strength=0"],
+    ["random_direction k=2 strength=0 match=change"],
+    ["other_expert k=2 strength=0"],
+    ["permute_rows order=identity"],
+    ["top_k k=configured"],
+    ["temperature t=1"],
+]
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -102,10 +146,15 @@ def test_neutral_arguments_change_no_logit(name):
     model = model_named(name)
     blocks, logits = blocks_of(model), logits_of(model)
     done = 0
-    for text in NEUTRAL:
+    numbers = ",".join(map(str, range(next(iter(blocks.values())).n_experts)))
+    configured = str(experts_per_token(next(iter(blocks.values()))))
+    for texts in NEUTRAL:
+        given = [text.replace("identity", numbers).replace("configured", configured) for text in texts]
+        if "None" in configured and "top_k" in texts[0]:
+            continue
         try:
-            with changed(blocks, [parse_change(text)]):
-                assert torch.equal(logits_of(model), logits), text
+            with changed(blocks, [parse_change(text) for text in given]):
+                assert torch.equal(logits_of(model), logits), texts
                 done += 1
         except BadInput as error:
             assert "cannot be applied" in str(error)

@@ -13,16 +13,19 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from moescope.decoder.model import LabModel
 from moescope.errors import BadInput, unknown_name
 from moescope.execution.adapters import Block, find_blocks
 from moescope.execution.lab_models import lab_blocks
-from moescope.intervention.editing import FAR, Edit, top_k_owners
+from moescope.intervention import expert_changes, router_changes
+from moescope.intervention.editing import Context, Edit, Options
+from moescope.intervention.expert_changes import mean_outputs
+from moescope.intervention.router_changes import VIEWS, experts_per_token, has_logits
 
 Value = float | int | str | bool
+MANY = 2**31
 WORDS = {"yes": True, "true": True, "no": False, "false": False}
 
 
@@ -73,9 +76,9 @@ class Intervention:
     name: str
     changes: str  # what changes, in one line
     reference: str
-    apply: Callable[[Edit, Change, Context], None]
+    apply: Callable[[Edit, Sequence[int], Options, Context], None]
     settings: tuple[Setting, ...] = ()
-    experts: tuple[int, int] = (1, 2**31)  # how many experts a change names, at least and at most
+    experts: tuple[int, int] = (1, MANY)  # how many experts a change names, at least and at most
     # what a block must have: "rows" (one router row per expert), "logits", "top_k" (a number of experts)
     needs: tuple[str, ...] = ()
     needs_calibration: bool = False  # `means` must be given
@@ -114,7 +117,7 @@ class Change:
                 raise BadInput(f"{self.name}: {name} {listed(numbers)} names one twice; name each once")
         least, most = record.experts
         if not least <= len(self.experts) <= most:
-            wanted = f"{least} or more" if most == 2**31 else str(least) if least == most else f"up to {most}"
+            wanted = f"{least} or more" if most == MANY else str(least) if least == most else f"up to {most}"
             raise BadInput(
                 f"{self.name} names {wanted} experts, this change names {len(self.experts)}; "
                 + ("remove expert=" if most == 0 else "give expert=NUMBER")
@@ -144,15 +147,6 @@ class Change:
 
     def experts_of(self, block: Block) -> list[int]:
         return list(self.experts or range(block.n_experts))
-
-
-@dataclass(frozen=True)
-class Context:
-    """What a change may need besides its block."""
-
-    blocks: Mapping[int, Block]
-    means: Mapping[tuple[int, int], Tensor]
-    seed: int
 
 
 def listed(numbers: Sequence[int]) -> str:
@@ -209,14 +203,23 @@ def numbers(text: str, where: str) -> tuple[int, ...]:
 
 def check_changes(changes: Sequence[Change], blocks: Mapping[int, Block]) -> None:
     """Raise where a change cannot be made in these blocks, or two exclude each other."""
-    for change in changes:
+    prepared(changes, Context(blocks, None, 0))
+
+
+def prepared(changes: Sequence[Change], context: Context) -> dict[int, Edit]:
+    """Return layer -> what changes there; raise where that is impossible."""
+    blocks = context.blocks
+    edits: dict[int, Edit] = {}
+    for at, change in enumerate(changes):
+        for other in changes[:at]:
+            check_pair(other, change, blocks)
         for layer in change.layers_of(blocks):
             if layer not in blocks:
                 raise BadInput(f"{change.label}: no MoE layer {layer}; MoE layers: {listed(sorted(blocks))}")
             check_block(change, blocks[layer])
-    for at, change in enumerate(changes):
-        for other in changes[:at]:
-            check_pair(other, change, blocks)
+            edit = edits.setdefault(layer, Edit(blocks[layer]))
+            change.record.apply(edit, change.experts, change.options, context)
+    return edits
 
 
 def check_block(change: Change, block: Block) -> None:
@@ -226,42 +229,20 @@ def check_block(change: Change, block: Block) -> None:
                 f"{change.label}: layer {block.layer} has experts 0 to {block.n_experts - 1}, "
                 f"not {expert}; give one of them"
             )
+    has = {
+        "logits": has_logits(block),
+        "rows": block.rows_ED is not None,
+        "top_k": experts_per_token(block) is not None,
+    }
     for need in change.record.needs:
-        if reason := NEEDS[need](block):
-            raise BadInput(f"{change.label}: {reason}; {change.name} cannot be applied to it")
-    if change.name == "skip" and (top_k := experts_per_token(block)) is not None:
-        left = block.n_experts - len(change.experts)
-        if left < top_k:
-            raise BadInput(f"{change.label}: {left} experts are left, a token needs {top_k}; skip fewer")
+        if not has[need]:
+            raise BadInput(
+                f"{change.label}: the router of layer {block.layer} has no {NEEDS[need]}, so {change.name} "
+                "cannot be applied to it; use another intervention"
+            )
 
 
-def lacks_logits(block: Block) -> str:
-    router: Any = block.router
-    fine = router.has_logits if block.hands_out else True
-    return "" if fine else f"the router of layer {block.layer} has no logits"
-
-
-def lacks_rows(block: Block) -> str:
-    return "" if block.rows_ED is not None else f"the router of layer {block.layer} has no row per expert"
-
-
-def lacks_top_k(block: Block) -> str:
-    return "" if experts_per_token(block) else f"the router of layer {block.layer} has no top-k to change"
-
-
-NEEDS: dict[str, Callable[[Block], str]] = {
-    "logits": lacks_logits,
-    "rows": lacks_rows,
-    "top_k": lacks_top_k,
-}
-
-
-def experts_per_token(block: Block) -> int | None:
-    """Return the number of experts that a token chooses; None where the router has no such number."""
-    if not block.hands_out:
-        return next((module.top_k for module in top_k_owners(block)), None)
-    router: Any = block.router
-    return router.config.top_k if router.has_logits and not router.experts_choose else None
+NEEDS = {"logits": "logits", "rows": "row per expert", "top_k": "number of experts per token that can change"}
 
 
 def check_pair(first: Change, second: Change, blocks: Mapping[int, Block]) -> None:
@@ -290,16 +271,10 @@ def changed(
 ) -> Iterator[None]:
     """Make the changes in these blocks until the end of the context; afterwards all is as before.
 
-    `means` holds the mean output per layer and expert, which `mean` puts in the expert's place. `seed` is for
-    the changes that draw at random.
+    `means` holds the mean output per layer and expert, which `mean` puts in the expert's place
+    (`mean_outputs`). `seed` is for the changes that draw at random.
     """
-    check_changes(changes, blocks)
-    context = Context(blocks, means or {}, seed)
-    edits: dict[int, Edit] = {}
-    for change in changes:
-        for layer in change.layers_of(blocks):
-            edit = edits.setdefault(layer, Edit(blocks[layer]))
-            change.record.apply(edit, change, context)
+    edits = prepared(changes, Context(blocks, means or {}, seed))
     with ExitStack() as stack:
         for edit in edits.values():
             stack.enter_context(edit.carried_out())
@@ -307,15 +282,19 @@ def changed(
 
 
 @contextmanager
-def modified(model: Any, *settings: str | Change, seed: int = 0) -> Iterator[None]:
-    """Change a model in memory until the end of the context.
+def modified(
+    model: Any, *settings: str | Change, text: Sequence[Tensor] = (), seed: int = 0
+) -> Iterator[None]:
+    """Change a model in memory until the end of the context; afterwards it is as before, bit for bit.
 
     Parameters
     ----------
     model
         A model of transformers, or one of the lab.
     settings
-        Changes such as "layer=3 expert=1 ablate"; see `INTERVENTIONS`.
+        Changes such as "layer=3 expert=1 ablate" or "layer=0 project_out k=4 strength=10 view=gate".
+    text
+        Token ids of calibration documents, one tensor each, for `mean`.
     seed
         Seed of the changes that draw at random.
 
@@ -325,57 +304,68 @@ def modified(model: Any, *settings: str | Change, seed: int = 0) -> Iterator[Non
     ...     model.generate(**inputs)
     """
     changes = [parse_change(one) if isinstance(one, str) else one for one in settings]
-    blocks = lab_blocks(model) if isinstance(model, LabModel) else find_blocks(model)
-    with changed({block.layer: block for block in blocks}, changes, seed=seed):
+    found = lab_blocks(model) if isinstance(model, LabModel) else find_blocks(model)
+    blocks = {block.layer: block for block in found}
+    check_changes(changes, blocks)
+    wanted = [
+        (layer, expert)
+        for change in changes
+        if change.record.needs_calibration
+        for layer in change.layers_of(blocks)
+        for expert in change.experts
+    ]
+    means = {}
+    if wanted:
+        means = mean_outputs(blocks, wanted, lambda: [model(ids.reshape(1, -1)) for ids in text])
+    with changed(blocks, changes, means=means, seed=seed):
         yield
 
 
 # --- the interventions
 
-
-def gates_follow(block: Block) -> bool:
-    """Whether gates are made from the scores that select; not where a bias is for choosing only."""
-    if block.hands_out:
-        router: Any = block.router
-        return bool(router.gates_follow)
-    return block.correction_bias is None
-
-
-def ablate(edit: Edit, change: Change, context: Context) -> None:
-    edit.outputs |= dict.fromkeys(change.experts)
-
-
-def skip(edit: Edit, change: Change, context: Context) -> None:
-    def masked(scores: Tensor) -> Tensor:
-        return scores.index_fill(-1, torch.tensor(change.experts, device=scores.device), -FAR)
-
-    edit.logits.append(masked)
-    edit.selection += [] if gates_follow(edit.block) else [masked]
-
-
-def bias(edit: Edit, change: Change, context: Context) -> None:
-    def shifted(scores: Tensor) -> Tensor:
-        shift_E = torch.zeros(scores.shape[-1], dtype=scores.dtype, device=scores.device)
-        shift_E[list(change.experts)] = float(change.options["by"])
-        return scores + shift_E
-
-    (edit.logits if gates_follow(edit.block) else edit.selection).append(shifted)
-
+ANY_EXPERTS, NO_EXPERTS = (0, MANY), (0, 0)
+VIEW = Setting("view", "expert matrix whose right singular vectors are used", "gate", choices=VIEWS)
+K = Setting("k", "number of leading right singular vectors", 1, least=1)
+STRENGTH = Setting(
+    "strength", "s: 1 removes the component, 2 reverses it, the published Mixtral runs used 10", 1.0
+)
+RESTORE = Setting("restore_norm", "give the row its old norm again", False)
+DRAW = Setting("draw", "number of the random draw", 0, least=0)
+OF_ROWS = ("project_out", "project_onto", "random_direction", "other_expert", "replace", "hijack")
 
 INTERVENTIONS: tuple[Intervention, ...] = (
     Intervention(
         name="ablate",
         changes="the expert's output is zero; the other gates stay",
         reference="causal ablation",
-        apply=ablate,
+        apply=expert_changes.ablate,
+    ),
+    Intervention(
+        name="mean",
+        changes="the expert's output is its mean over the calibration tokens that choose it, times the gate",
+        reference="MoNE",
+        apply=expert_changes.mean,
+        needs_calibration=True,
+        excludes=("ablate",),
     ),
     Intervention(
         name="skip",
         changes="the expert is masked before top-k; the model's gate rule is applied to what remains",
         reference="route-around",
-        apply=skip,
+        apply=router_changes.skip,
         needs=("logits",),
-        excludes=("force",),
+    ),
+    Intervention(
+        name="force",
+        changes=(
+            "the expert's logit is just above the largest, or just below the smallest with off; where the "
+            "model has a bias for choosing, that bias is, and gates stay"
+        ),
+        reference="SteerMoE",
+        apply=router_changes.force,
+        settings=(Setting("off", "below all others instead of above", False),),
+        needs=("logits",),
+        excludes=("force", "skip", "bias"),
     ),
     Intervention(
         name="bias",
@@ -384,8 +374,150 @@ INTERVENTIONS: tuple[Intervention, ...] = (
             "a bias for choosing, that bias, and gates stay"
         ),
         reference="SteerMoE, heretic",
-        apply=bias,
+        apply=router_changes.bias,
         settings=(Setting("by", "what is added to the score", kind=float),),
+        needs=("logits",),
+    ),
+    Intervention(
+        name="swap",
+        changes="two experts change places; the router's rows stay",
+        reference="sanity check",
+        apply=expert_changes.swap,
+        experts=(2, 2),
+    ),
+    Intervention(
+        name="transplant",
+        changes="the expert, its router row or both are those of another expert, layer or checkpoint",
+        reference="GaleMoE",
+        apply=expert_changes.transplant,
+        settings=(
+            Setting("part", "what is replaced", "expert", choices=("expert", "row", "both")),
+            Setting("from_layer", "layer of the other expert; -1: the same", -1, least=-1),
+            Setting("from_expert", "number of the other expert; -1: the same", -1, least=-1),
+            Setting("checkpoint", "where the other expert is; empty: in the same model", ""),
+        ),
+    ),
+    Intervention(
+        name="project_out",
+        changes="r <- r - s (component of r in the span of its expert's k leading directions)",
+        reference="GaleMoE",
+        apply=router_changes.project_out,
+        settings=(K, STRENGTH, VIEW, RESTORE),
+        experts=ANY_EXPERTS,
+        needs=("rows",),
+    ),
+    Intervention(
+        name="project_onto",
+        changes="only the component of r in the span of its expert's k leading directions stays",
+        reference="complement of project_out",
+        apply=router_changes.project_onto,
+        settings=(K, VIEW, RESTORE),
+        experts=ANY_EXPERTS,
+        needs=("rows",),
+    ),
+    Intervention(
+        name="random_direction",
+        changes=(
+            "control of project_out: a random k-dimensional subspace (match=rank), or a random direction "
+            "with the same length of change (match=change)"
+        ),
+        reference="GaleMoE (equal rank only)",
+        apply=router_changes.random_direction,
+        settings=(
+            K,
+            STRENGTH,
+            VIEW,
+            RESTORE,
+            Setting("match", "what the control has in common", "rank", choices=("rank", "change")),
+            DRAW,
+        ),
+        experts=ANY_EXPERTS,
+        needs=("rows",),
+    ),
+    Intervention(
+        name="other_expert",
+        changes="control of project_out: with the subspace of another expert of the layer",
+        reference="control",
+        apply=router_changes.other_expert,
+        settings=(
+            K,
+            STRENGTH,
+            VIEW,
+            RESTORE,
+            Setting("step", "distance to the other expert: number i uses i + step", 1, least=1),
+        ),
+        experts=ANY_EXPERTS,
+        needs=("rows",),
+    ),
+    Intervention(
+        name="replace",
+        changes=(
+            "r is the unit sum of sign_j v_j / j over its expert's k leading directions, sign_j that of the "
+            "row's component, orthogonal to the rows before, with its old norm"
+        ),
+        reference="GaleMoE",
+        apply=router_changes.replace_rows,
+        settings=(K, VIEW),
+        experts=ANY_EXPERTS,
+        needs=("rows",),
+    ),
+    Intervention(
+        name="hijack",
+        changes=(
+            "the expert's row loses its component; all other rows gain strength times their norm times the "
+            "expert's v_1, oriented along its row"
+        ),
+        reference="GaleMoE",
+        apply=router_changes.hijack,
+        settings=(K, Setting("strength", "S", 1.0), VIEW),
+        experts=(1, 1),
+        needs=("rows",),
+    ),
+    Intervention(
+        name="zero_router",
+        changes="all rows are zero: equal logits, so every token gets the same experts (`experts_taken`)",
+        reference="GaleMoE",
+        apply=router_changes.zero_router,
+        experts=NO_EXPERTS,
+        needs=("rows",),
+        excludes=(*OF_ROWS, "permute_rows", "uniform_router", "transplant", "zero_router"),
+    ),
+    Intervention(
+        name="uniform_router",
+        changes="each token's logits are permuted at random: uniform choices, gates of unchanged size",
+        reference="control: what zero_router is often taken for",
+        apply=router_changes.uniform_router,
+        settings=(DRAW,),
+        experts=NO_EXPERTS,
+        needs=("logits", "top_k"),
+        excludes=("skip", "force", "bias", "uniform_router"),
+    ),
+    Intervention(
+        name="permute_rows",
+        changes="the rows of a layer change places at random, or in a given order",
+        reference="GaleMoE (shuffle)",
+        apply=router_changes.permute_rows,
+        settings=(Setting("order", "numbers of the rows, such as 1,0,2; empty: at random", ""), DRAW),
+        experts=NO_EXPERTS,
+        needs=("rows",),
+    ),
+    Intervention(
+        name="top_k",
+        changes="fewer or more experts per token, gates by the model's rule",
+        reference="llama.cpp users",
+        apply=router_changes.top_k,
+        settings=(Setting("k", "experts per token", least=1),),
+        experts=NO_EXPERTS,
+        needs=("top_k",),
+        excludes=("top_k",),
+    ),
+    Intervention(
+        name="temperature",
+        changes="logits are divided by t",
+        reference="standard",
+        apply=router_changes.temperature,
+        settings=(Setting("t", "temperature", kind=float, least=1e-6),),
+        experts=NO_EXPERTS,
         needs=("logits",),
     ),
 )

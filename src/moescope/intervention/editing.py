@@ -7,8 +7,8 @@ that a layer may get its weights after the change was set up (streamed runs).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -23,8 +23,18 @@ from moescope.execution.adapters import Block, adapter_of
 from moescope.execution.capture import tensors_in
 
 FAR = 1e4  # beyond every score and logit of a router, and finite in half precision
+Options = Mapping[str, Any]  # of a change, by name; defaults are filled in
 OnScores = Callable[[Tensor], Tensor]  # [..., E] -> [..., E]
 Output = Callable[[Tensor], Tensor]  # an expert's inputs [S, D] -> its outputs [S, D]
+
+
+@dataclass(frozen=True)
+class Context:
+    """What a change may need besides its block."""
+
+    blocks: Mapping[int, Block]
+    means: Mapping[tuple[int, int], Tensor] | None  # layer, expert -> mean output; None: not known yet
+    seed: int
 
 
 @dataclass
@@ -32,14 +42,17 @@ class Edit:
     """What changes in one block; everything empty: nothing."""
 
     block: Block
-    rows: list[Callable[[Tensor], Tensor]] = field(default_factory=list)  # [E, D] in float64
+    rows: list[Callable[[Tensor], Tensor]] = field(default_factory=list)  # [E, D] in float64, on the CPU
     logits: list[OnScores] = field(default_factory=list)
     # Changes of the scores that select, where gates are made from other scores: of the bias for choosing [E],
     # or of the scores themselves [T, E] where the model is the lab's.
     selection: list[OnScores] = field(default_factory=list)
+    skipped: set[int] = field(default_factory=set)
     top_k: int | None = None
     places: list[int] = field(default_factory=list)  # number in the router -> expert that runs
     outputs: dict[int, Output | None] = field(default_factory=dict)  # expert -> its output; None: zero
+    # contexts in which experts have other weights, entered whenever they run
+    weights: list[Callable[[], AbstractContextManager[None]]] = field(default_factory=list)
     changed_rows_ED: Tensor | None = None  # computed when the router first runs
     router_input: Tensor | None = None
     router_outputs: tuple[Tensor, ...] = ()
@@ -65,7 +78,7 @@ class Edit:
             if inside or self.outputs:
                 run = partial(self.run_router, block.router.forward)
                 stack.enter_context(attribute(block.router, "forward", run))
-            if self.outputs or self.places:
+            if self.outputs or self.places or self.weights:
                 run = partial(self.run_experts, block.experts.forward)
                 stack.enter_context(attribute(block.experts, "forward", run))
             yield
@@ -118,7 +131,10 @@ class Edit:
         rerouted = adapter.rerouted(block, inputs, list(self.outputs), self.places)
         for index, value in zip(at, rerouted, strict=True):
             values[index] = value
-        output = forward(*values[: len(args)], **dict(zip(kwargs, values[len(args) :], strict=True)))
+        with ExitStack() as stack:
+            for written in self.weights:
+                stack.enter_context(written())
+            output = forward(*values[: len(args)], **dict(zip(kwargs, values[len(args) :], strict=True)))
         replaced = {expert: run for expert, run in self.outputs.items() if run is not None}
         if replaced:
             seen = replace(block, router_input=self.router_input, router_outputs=self.router_outputs)
@@ -147,11 +163,11 @@ class ChangedLinear(TorchFunctionMode):
             return func(*args, **kwargs)
         self.calls += 1
         if self.edit.rows:
-            rows_ED = self.edit.changed_rows_ED
-            if rows_ED is None:
-                rows_ED = run_all(self.edit.rows, self.edit.block.weight_ED.detach().double())
-                self.edit.changed_rows_ED = rows_ED
-            values["weight"] = rows_ED.to(weight)
+            if self.edit.changed_rows_ED is None:
+                stored_ED = self.edit.block.weight_ED.detach()
+                rows_ED = run_all(self.edit.rows, stored_ED.cpu().double())
+                self.edit.changed_rows_ED = rows_ED.to(stored_ED.dtype).to(weight)  # as if they were stored
+            values["weight"] = self.edit.changed_rows_ED
         return run_all(self.logits, func(**values))
 
 

@@ -44,9 +44,10 @@ def decompose(
     k_grid: list[int],
     precision: str = "fast",
     bits: int | None = None,
+    leading: int = LEADING_VECTORS,
 ) -> Decomposition:
     """Return the singular values of W, the router rows' squared coordinates in its right singular basis, and
-    its leading vectors, computed on the CPU. `bits` is the precision of the stored weights, see
+    its `leading` vectors, computed on the CPU. `bits` is the precision of the stored weights, see
     `numerical_rank`.
 
     Formula: with W'W = V S^2 V', energy = (V' r)^2; when F < D the small side is used: W W' = U S^2 U' and
@@ -68,7 +69,7 @@ def decompose(
     bits = bits or tensor_bits(matrix_FD)
     fallback = True
     try:
-        solution = solve_gram(W, rows, LEADING_VECTORS)
+        solution = solve_gram(W, rows, leading)
         rank = int(numerical_rank(solution.values_R, (hidden, width), bits))
         squares, coordinates = map(torch.from_numpy, (solution.values_R**2, solution.coordinates_ER))
         ks = within_rank(k_grid, rank)
@@ -78,7 +79,7 @@ def decompose(
     except np.linalg.LinAlgError:  # the Gram matrix has no square root: rank-deficient
         pass
     if fallback:
-        solution = solve_bidiagonal(W, rows, LEADING_VECTORS)
+        solution = solve_bidiagonal(W, rows, leading)
         rank = int(numerical_rank(solution.values_R, (hidden, width), bits))
     solution = Solution(*(part[..., :rank] for part in solution))
     orientation = np.where(matrix.mean(0).numpy() @ solution.leading_DK < 0, -1.0, 1.0)

@@ -85,6 +85,8 @@ class Router(nn.Module, ABC):
     def __init__(self, config: ModelConfig, layer: int, shared: nn.Module | None = None):
         super().__init__()
         self.config, self.layer = config, layer
+        # Whether gates are made as for one choice; stays when an intervention changes the number of choices.
+        self.single = config.top_k == 1
         self.options = self.checked_options(config)
         self.shared_holder = (shared,)  # a tuple hides shared modules from each layer's parameters
         self.accumulated: dict[str, Tensor] = {}  # no buffers: DDP would overwrite one rank's with another's

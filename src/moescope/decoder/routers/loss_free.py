@@ -46,7 +46,7 @@ class LossFree(Router):
         selection_TE = self.adjust_selection(sigmoids_TE.detach() + self.bias_E)
         chosen_TK = selection_TE.topk(self.config.top_k, dim=-1).indices
         gates_TK = sigmoids_TE.gather(1, chosen_TK)
-        if self.config.top_k > 1:
+        if not self.single:
             gates_TK = gates_TK / gates_TK.sum(-1, keepdim=True)
         chosen_TK = chosen_TK.masked_fill(~inputs.mask_T[:, None], -1)
         gates_TK = gates_TK.masked_fill(chosen_TK < 0, 0.0)

@@ -172,7 +172,7 @@ class SoME(Router):
     def gates(self, logits_TE: Tensor, chosen_TK: Tensor) -> Tensor:
         """Softmax over a token's k choices; at k = 1 over all experts, for a gradient; 0 for pads."""
         picked_TK = logits_TE.gather(-1, chosen_TK.clamp(min=0))
-        if self.config.top_k == 1:
+        if self.single:
             gates_TK = (picked_TK - logits_TE.logsumexp(-1, keepdim=True)).exp()
         else:
             gates_TK = picked_TK.softmax(-1)

@@ -303,7 +303,7 @@ class Spectra(Router):
     def gates(self, logits_TE: Tensor, chosen_TK: Tensor) -> Tensor:
         """Softmax of the logits over a token's choices, over all experts where k = 1; 0 in empty slots."""
         picked_TK = logits_TE.gather(-1, chosen_TK.clamp(min=0))
-        if self.config.top_k == 1:  # a softmax over one choice is 1 and has no gradient
+        if self.single:  # a softmax over one choice is 1 and has no gradient
             gates_TK = (picked_TK - logits_TE.logsumexp(-1, keepdim=True)).exp()
         else:
             gates_TK = picked_TK.masked_fill(chosen_TK < 0, EMPTY).softmax(-1)

@@ -83,7 +83,7 @@ class TopK(Router):
         logits_TE = self.adjust_logits(functional.linear(inputs.x_TD, self.weight))
         scores_TE = logits_TE.softmax(-1)
         gates_TK, chosen_TK = scores_TE.topk(config.top_k, dim=-1)
-        if config.top_k > 1 and options["renormalise"]:
+        if not self.single and options["renormalise"]:
             gates_TK = gates_TK / gates_TK.sum(-1, keepdim=True)
         chosen_TK = chosen_TK.masked_fill(~real_T1, -1)
         losses = {}
