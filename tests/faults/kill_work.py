@@ -17,6 +17,7 @@ import torch
 import transformers.models.mixtral.modeling_mixtral  # noqa: F401
 
 import moescope.compression.steps
+import moescope.intervention.steps
 import moescope.lab.evaluation
 import moescope.lab.overhead
 import moescope.lab.study_config
@@ -29,6 +30,7 @@ from moescope import storage
 from moescope.comparison.verb import compare
 from moescope.compression.verb import compress
 from moescope.execution.streamed import load_streamed
+from moescope.intervention.verb import intervene
 from moescope.lab.study import study
 from moescope.lab.train import train
 from moescope.routing.monitor import LoopMonitor
@@ -101,6 +103,12 @@ def run_compress(inputs: Path, out: Path) -> None:
     compress(inputs / "model", **options, apply=small, out=out, device="cpu", quiet=True)
 
 
+def run_intervene(inputs: Path, out: Path) -> None:
+    model, text = inputs / "model", inputs / "text.jsonl"
+    given = {"sweep": "experts", "layers": "1,2", "generate": "word1", "max_new_tokens": 3}
+    intervene(model, text=text, out=out, **given, device="cpu", quiet=True)
+
+
 def run_streamed(inputs: Path, out: Path) -> None:
     """A trace whose hidden states are in files."""
     model, text = inputs / "model", str(inputs / "text.jsonl")
@@ -166,6 +174,7 @@ RUNS: dict[str, Callable[[Path, Path], None]] = {
     "trace": run_trace,
     "streamed": run_streamed,
     "compress": run_compress,
+    "intervene": run_intervene,
     "train": run_train,
     "study": run_study,
     "monitor": run_monitor,

@@ -19,7 +19,7 @@ from faults.forked import call
 from moescope.run import Run
 
 MEASURED = ["seconds", "step_seconds", "tokens_per_second", "peak_memory_bytes"]  # differ from run to run
-VERBS = ("scan", "compare", "trace", "compress", "train", "study", "monitor", "continued")
+VERBS = ("scan", "compare", "trace", "compress", "intervene", "train", "study", "monitor", "continued")
 WATCHED = {"study": "trainings/top2-seed-3"}  # the run inside, whose joining is recorded
 OTHERS = 6  # kills per verb outside the joining
 Start = Callable[..., int | None]

@@ -9,10 +9,14 @@ import pytest
 import torch
 
 from compression.tiny_plans import traced
+from families.test_parity import KINDS
 from families.tiny_models import tiny_model
 from moescope.execution.documents import Document
 from moescope.intervention.changes import parse_change
 from moescope.intervention.passes import Passes, compare
+
+QUICK = {"deepseek_v3", "gpt_oss", "jamba", "qwen3_next"}
+WITHOUT_HEAD = {"glm4v_moe_text", "qwen3_vl_moe_text", "nllb-moe", "switch_transformers"}
 
 
 def documents(count: int = 14, seed: int = 0) -> list[Document]:
@@ -83,6 +87,23 @@ def test_an_untouched_suffix_gives_the_logits_of_the_whole_pass_bit_for_bit():
             assert not effect.kl_D.any()
             assert not effect.predictions_D.any()
             assert not effect.choices_changed_D.any()
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [
+        pytest.param(kind, marks=[] if kind in QUICK else [pytest.mark.slow])
+        for kind in sorted(set(KINDS) - WITHOUT_HEAD)
+    ],
+)
+def test_stored_states_are_exact_in_every_family(kind):
+    with Passes(traced(tiny_model(kind).model), documents(6), 4) as passes:
+        layer = max(passes.blocks)
+        passes.run_untouched(passes.position[layer])
+        for number in range(len(passes.batches)):
+            suffix = passes.run(number, passes.first, passes.inputs[number])
+            assert torch.equal(passes.run(number), suffix)
+        assert passes.judge([parse_change(f"layer={layer} expert=1 ablate")]).kl_D.sum() > 0
 
 
 def test_a_sweep_runs_the_prefix_once_and_per_expert_the_suffix_only():
@@ -178,3 +199,27 @@ def test_afterwards_layers_have_their_own_forward_again():
     with Passes(traced(model), documents(3), 4):
         assert all("forward" in vars(layer) for layer in model.model.layers)
     assert not any("forward" in vars(layer) for layer in model.model.layers)
+
+
+@pytest.mark.parametrize("router", ["top2", "spectra", "some", "loss_free", "expert_choice"])
+def test_a_lab_model_with_its_own_decoder_is_judged_from_stored_states(router, tmp_path):
+    """Against the same model with the expert's last matrix set to zero, run as a whole."""
+    from execution.test_lab_models import saved
+    from moescope.execution.lab_models import load_traced
+
+    folder = saved(router, tmp_path / "model")
+    model, edited = (load_traced(folder, "auto", "cpu") for _ in range(2))
+    layer = len(model.model.model.blocks) - 1
+    with torch.no_grad():
+        for name, weight in edited.model.model.blocks[layer].mlp.experts.named_parameters():
+            if name.startswith("down"):
+                weight[1] = 0
+    with Passes(model, documents(), 4) as passes:
+        passes.run_untouched(layer)
+        assert passes.is_exact()
+        effect = passes.judge([parse_change(f"layer={layer} expert=1 ablate")])
+    with Passes(edited, documents(), 4) as whole:
+        whole.run_untouched(0)
+    assert effect.loss_D == pytest.approx(whole.loss_D, abs=1e-4)
+    assert effect.kl_D.sum() > 0
+    assert effect.routing["load"] > 0
