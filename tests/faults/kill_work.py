@@ -105,7 +105,7 @@ def run_compress(inputs: Path, out: Path) -> None:
 
 def run_intervene(inputs: Path, out: Path) -> None:
     model, text = inputs / "model", inputs / "text.jsonl"
-    given = {"sweep": "experts", "layers": "1,2", "generate": "word1", "max_new_tokens": 3}
+    given = {"sweep": "experts", "layers": "1", "generate": "word1", "max_new_tokens": 3}
     intervene(model, text=text, out=out, **given, device="cpu", quiet=True)
 
 
