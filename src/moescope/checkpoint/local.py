@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 OPEN_FILES = 8
+MAX_BUFFERS = 1024  # per request: IOV_MAX of Linux and macOS
 HASHED_WHOLE = 64 * 2**20  # bytes per file; beyond, the largest tensors are sampled
 MAX_SMALL_TENSOR = 8 * 2**20
 SAMPLE_BYTES = 4096
@@ -133,6 +134,15 @@ class LocalFiles:
                 "download the file again"
             ) from None
 
+    def read_into(self, name: str, start: int, targets: list[Tensor]) -> None:
+        """Fill tensors of bytes from `start` on; other threads run meanwhile."""
+        try:
+            read_bytes(self.handle(name), start, targets)
+        except OSError as error:
+            raise BadInput(
+                f"{self.label(name)}: cannot be read ({first_line(error)}); download the file again"
+            ) from None
+
     def handle(self, name: str) -> Any:
         """Return the open file.
 
@@ -174,13 +184,22 @@ def read_tensor(file: OpenFile, place: StoredTensor) -> Tensor:
     import torch
 
     data = torch.empty(place.end - place.start, dtype=torch.uint8)
-    left, at = memoryview(data.numpy()), place.start  # type: ignore[arg-type]
-    while left:
-        count = os.preadv(file.descriptor, [left], at)
-        if not count:
-            raise OSError(f"the file ends {len(left)} bytes too early")
-        left, at = left[count:], at + count
+    read_bytes(file, place.start, [data])
     return place.from_bytes(data)
+
+
+def read_bytes(file: OpenFile, start: int, targets: list[Tensor]) -> None:
+    """Fill tensors of bytes from `start` on, by as few requests as the system allows."""
+    left = [memoryview(target.numpy()) for target in targets if len(target)]  # type: ignore[arg-type]
+    while left:
+        count = os.preadv(file.descriptor, left[:MAX_BUFFERS], start)
+        if not count:
+            raise OSError(f"the file ends {sum(map(len, left))} bytes too early")
+        start += count
+        while left and count >= len(left[0]):
+            count -= len(left.pop(0))
+        if count:
+            left[0] = left[0][count:]
 
 
 def is_pickle(name: str) -> bool:

@@ -4,23 +4,29 @@ from __future__ import annotations
 
 import ctypes
 import inspect
+import os
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from math import prod
-from typing import Any
+from queue import SimpleQueue
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from moescope.checkpoint import Checkpoint
-from moescope.checkpoint.files import Index
+from moescope.checkpoint.files import Index, StoredTensor
+from moescope.checkpoint.local import LocalFiles
 from moescope.errors import BadInput
 from moescope.execution.adapters import Block, find_blocks
 from moescope.execution.models import DEFECT, HALF, cause, runner_of
 
 M_MMAP_THRESHOLD = -3  # of malloc.h
+PIECE_BYTES = 64 * 2**20  # read at once
+READERS = min(4, os.cpu_count() or 4)  # threads that read pieces; as many as transformers loads with
 FLOATS = (*HALF, torch.float32, torch.float64)
 
 
@@ -39,17 +45,25 @@ class CountedFiles:
             self.bytes_read += value.nbytes
         return value
 
+    def read_into(self, name: str, start: int, targets: list[Tensor]) -> None:
+        self.files.read_into(name, start, targets)
+        with self.lock:
+            self.bytes_read += sum(map(len, targets))
+
 
 @dataclass(frozen=True)
 class LazyWeight:
-    """A tensor of the checkpoint that is read, and decoded if quantised, when transformers slices it."""
+    """A tensor of the checkpoint that is taken, or read and decoded, when transformers slices it."""
 
     checkpoint: Checkpoint
     name: str
+    read_ahead: dict[str, Tensor]  # tensors leave it, so that their memory is free once they are converted
     device: str = "cpu"
     stream: Any = None  # of copies to a GPU, so that they do not wait for the layer that computes
 
     def __getitem__(self, index: Any) -> Tensor:
+        if self.name in self.read_ahead:
+            return self.read_ahead.pop(self.name)
         with torch.cuda.stream(self.stream):
             value = self.read().to(self.device)
         if self.stream is not None:
@@ -62,6 +76,99 @@ class LazyWeight:
         if how is not None and any(part.endswith("_blocks") for part in how.parts):
             value = value.mT.contiguous()  # GPT-OSS packs [out, in] and computes with [in, out]
         return value
+
+
+class BulkReader:
+    """Reads a layer's tensors from local files in large pieces, which leaves the interpreter to the layer
+    that computes: what lies side by side in a file is one request.
+
+    On a CPU the pieces go straight into the tensors. For a GPU they go through a few pinned buffers.
+    """
+
+    def __init__(self, checkpoint: Checkpoint, device: str, stream: Any, piece_bytes: int = PIECE_BYTES):
+        self.checkpoint, self.device, self.stream, self.piece_bytes = checkpoint, device, stream, piece_bytes
+        self.buffers: SimpleQueue[Tensor] = SimpleQueue()
+        self.staged = not device.startswith("cpu")
+
+    def read(self, names: list[str]) -> dict[str, Tensor]:
+        """Return the tensors on the device; those that are quantised, remote or pickled are missing."""
+        local: Any = getattr(self.checkpoint.files, "files", None)
+        if not isinstance(local, LocalFiles):
+            return {}
+        places: dict[str, dict[str, StoredTensor]] = {}  # by file
+        for name in names:
+            file = self.checkpoint.tensors[name].file_name
+            if name not in self.checkpoint.packed and file in local.stored:
+                self.checkpoint.check_readable(name)
+                places.setdefault(file, {})[name] = local.stored[file][name]
+        tensors = {
+            name: torch.empty(place.end - place.start, dtype=torch.uint8, device=self.device)
+            for of_file in places.values()
+            for name, place in of_file.items()
+        }
+        if self.staged and self.buffers.empty():
+            for _ in range(READERS):
+                pin = self.device.startswith("cuda")
+                self.buffers.put(torch.empty(self.piece_bytes, dtype=torch.uint8, pin_memory=pin))
+        with ThreadPoolExecutor(READERS) as pool:
+            for reading in [
+                pool.submit(self.read_piece, file, piece, of_file, tensors)
+                for file, of_file in places.items()
+                for piece in pieces(of_file, self.piece_bytes)
+            ]:
+                reading.result()
+        return {
+            name: place.from_bytes(tensors[name])
+            for of_file in places.values()
+            for name, place in of_file.items()
+        }
+
+    def read_piece(
+        self, file: str, piece: list[Span], places: dict[str, StoredTensor], tensors: dict[str, Tensor]
+    ) -> None:
+        targets = [
+            tensors[name][start - places[name].start : end - places[name].start] for name, start, end in piece
+        ]
+        first, last = piece[0].start, piece[-1].end
+        files: Any = self.checkpoint.files
+        if not self.staged:
+            files.read_into(file, first, targets)
+            return
+        buffer = self.buffers.get()
+        try:
+            files.read_into(file, first, [buffer[: last - first]])
+            with torch.cuda.stream(self.stream):
+                for span, target in zip(piece, targets, strict=True):
+                    target.copy_(buffer[span.start - first : span.end - first], non_blocking=True)
+            if self.stream is not None:
+                self.stream.synchronize()
+        finally:
+            self.buffers.put(buffer)
+
+
+class Span(NamedTuple):
+    """Bytes `start` to `end` of a file, which belong to a tensor."""
+
+    tensor: str
+    start: int
+    end: int
+
+
+def pieces(places: dict[str, StoredTensor], most: int) -> Iterator[list[Span]]:
+    """Cut the tensors of a file into pieces of at most so many bytes, each without a gap."""
+    piece: list[Span] = []
+    room = most
+    for name, place in sorted(places.items(), key=lambda item: item[1].start):
+        start = place.start
+        while start < place.end:
+            if piece and (not room or piece[-1].end != start):
+                yield piece
+                piece, room = [], most
+            end = min(place.end, start + room)
+            piece.append(Span(name, start, end))
+            start, room = end, room - (end - start)
+    if piece:
+        yield piece
 
 
 @dataclass(frozen=True)
@@ -94,6 +201,10 @@ class LayerWeights:
     config: Any = field(repr=False)  # of transformers' loading
     loaded: set[int | str] = field(default_factory=set)
     stream: Any = None  # that reads weights; None on a CPU
+    reader: BulkReader = field(init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        self.reader = BulkReader(self.checkpoint, self.device, self.stream)
 
     @property
     def bytes_read(self) -> int:
@@ -116,8 +227,9 @@ class LayerWeights:
     def read_part(self, part: int | str) -> None:
         from transformers.core_model_loading import convert_and_load_state_dict_in_model as convert
 
-        place = (self.device, self.stream)
-        weights = {name: LazyWeight(self.checkpoint, name, *place) for name in self.names[part]}
+        names, place = self.names[part], (self.device, self.stream)
+        ahead = self.reader.read(names) if isinstance(part, int) else {}
+        weights = {name: LazyWeight(self.checkpoint, name, ahead, *place) for name in names}
         more = {"tp_plan": None} if "tp_plan" in inspect.signature(convert).parameters else {}
         try:
             info, _ = convert(self.model, weights, self.config, **more)
@@ -146,7 +258,7 @@ class LayerWeights:
     def free(self, part: int | str) -> None:
         """Drop a part's weights; routers, which are small, stay on the CPU."""
         if self.stream is not None:
-            torch.cuda.synchronize(self.device)  # the reading stream may use their memory at once
+            torch.cuda.current_stream(self.device).synchronize()  # their memory is read into at once
         routers = {block.router for layer in self.layers_of(part) for block in layer.blocks}
         for module, attribute, tensor in list(self.tensors_of(part)):
             place = "cpu" if module in routers else "meta"
@@ -237,10 +349,9 @@ def read_by_layer(
         weight_mapping=mapping,
     )
     names, absent = assign_tensors(model, runner, layers, mapping, checkpoint)
-    weights = LayerWeights(name, model, runner, counted, dtype, device, layers, names, absent, loading)
-    if device.startswith("cuda"):
-        weights.stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-    return weights
+    stream = torch.cuda.Stream(device) if device.startswith("cuda") else None  # type: ignore[no-untyped-call]
+    found = (layers, names, absent, loading)
+    return LayerWeights(name, model, runner, counted, dtype, device, *found, stream=stream)
 
 
 def restore_buffers(model: Any, device: str) -> None:
