@@ -8,8 +8,6 @@ from typing import NamedTuple
 
 import numpy as np
 import pandas as pd
-from scipy.cluster.hierarchy import leaves_list, linkage
-from scipy.spatial.distance import squareform
 from scipy.special import ndtri
 
 from moescope.plotting.style import (
@@ -66,6 +64,9 @@ def coactivation_order(over: np.ndarray) -> list[int]:
     """Experts ordered by average linkage, so that co-activated ones are adjacent."""
     if len(over) < 3:
         return list(range(len(over)))
+    from scipy.cluster.hierarchy import leaves_list, linkage
+    from scipy.spatial.distance import squareform
+
     lift = np.nan_to_num(np.clip(over, 0, FOLD))
     near = (lift + lift.T) / 2
     distance = near.max() - near

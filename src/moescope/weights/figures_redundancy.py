@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import numpy as np
 import pandas as pd
-from scipy.cluster.hierarchy import leaves_list, linkage
-from scipy.spatial.distance import squareform
 from scipy.special import betainc, betaincinv
 
 from moescope.plotting.log_axis import log_axis
@@ -41,6 +39,9 @@ def similarity_order(matrix: np.ndarray) -> list[int]:
     """Order that places similar experts side by side: average linkage on 1 - |cos|."""
     if len(matrix) < 3:
         return list(range(len(matrix)))
+    from scipy.cluster.hierarchy import leaves_list, linkage
+    from scipy.spatial.distance import squareform
+
     distance = squareform(np.clip(1 - np.abs(matrix), 0, None), checks=False)
     return [int(leaf) for leaf in leaves_list(linkage(distance, "average"))]
 

@@ -1,0 +1,47 @@
+"""What verbs import before their work starts."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import moescope
+from routing.tiny_text import save_model, texts, write_jsonl
+
+# drawing, other machines, clustering: none of them is needed to compute
+NEVER = {"plotly", "ray", "sklearn", "scipy.cluster", "scipy.stats"}
+
+
+def imported_by(source: str) -> set[str]:
+    """Run a program in a fresh interpreter; return the modules that it prints."""
+    done = subprocess.run(
+        [sys.executable, "-c", source], capture_output=True, text=True, timeout=300, check=True
+    )
+    return set(json.loads(done.stdout.splitlines()[-1]))
+
+
+def test_scan_imports_no_transformers_and_nothing_that_draws(tmp_path):
+    shipped = Path(moescope.__file__).parent / "demo" / "shipped" / "model"
+    imported = imported_by(
+        "import json, sys, moescope\n"
+        f"moescope.scan({str(shipped)!r}, out={str(tmp_path / 'run')!r}, device='cpu', quiet=True)\n"
+        "print(json.dumps(list(sys.modules)))"
+    )
+    assert {"torch", "moescope.weights.verb"} <= imported
+    assert imported.isdisjoint(NEVER | {"transformers", "accelerate", "datasets"})
+
+
+def test_trace_imports_nothing_that_draws_before_its_pass(tmp_path):
+    model = save_model(tmp_path / "model")
+    text = write_jsonl(tmp_path / "text.jsonl", texts(12, seed=0))
+    imported = imported_by(
+        "import json, sys, moescope\nfrom moescope.execution import collect\n"
+        "def run_batch(*arguments):\n    print(json.dumps(list(sys.modules)))\n    sys.exit()\n"
+        "collect.run_batch = run_batch\n"
+        f"moescope.trace({str(model)!r}, text={str(text)!r}, out={str(tmp_path / 'run')!r}, device='cpu', "
+        "quiet=True)"
+    )
+    assert {"torch", "transformers"} <= imported
+    assert imported.isdisjoint(NEVER | {"datasets"})
