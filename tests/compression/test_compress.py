@@ -557,6 +557,9 @@ def test_two_documents_of_every_domain_are_held_out_where_it_has_four(place, tmp
     assert len(set(judged)) >= 2
     assert not set(judged) & set(calibrating)
     assert len(set(calibrating)) >= 2
+    other = CalibrationText(str(place / "model"), sources, "cpu", True, ReadSettings(), judge_most=True)
+    assert sorted(tuple(document.ids) for document in other.held_out_documents()) == sorted(calibrating)
+    assert sorted(tuple(document.ids) for document in other.calibration_documents()) == sorted(judged)
     if held + others < 4:
         assert reader.held_out() == "tails"
         assert {len(ids) for ids in judged} == {6}

@@ -54,6 +54,7 @@ class CalibrationText:
     hold_out: bool
     settings: ReadSettings
     execution: Execution | None = None
+    judge_most: bool = False  # judge on the four parts in five that otherwise calibrate
     loaded: TracedModel | None = field(default=None, repr=False)
     split: dict[int, str] | None = None
     chosen: dict[int, frozenset[int]] = field(default_factory=dict)  # domain -> hashes of those held out
@@ -111,7 +112,8 @@ class CalibrationText:
     def holds_out(self, document: Document) -> bool:
         """Whether a document of a domain whose documents are held out is one of those."""
         chosen = self.chosen.get(document.domain)
-        return is_held_out(document) if chosen is None else fingerprint(document.ids) in chosen
+        held = is_held_out(document) if chosen is None else fingerprint(document.ids) in chosen
+        return held != self.judge_most
 
     def held_out(self) -> str:
         """How the text is held out: "documents" where that is so in every domain."""
@@ -126,7 +128,7 @@ class CalibrationText:
         splits = self.splits()
         for document in self.documents():
             split = splits[document.domain]
-            part = split_document(document)[0] if split == "tails" else document
+            part = split_document(document)[int(self.judge_most)] if split == "tails" else document
             if len(part.ids) and not (split == "documents" and self.holds_out(document)):
                 yield part
 
@@ -138,7 +140,7 @@ class CalibrationText:
             for document in self.documents():
                 split = splits[document.domain]
                 if split == "tails":
-                    samples[document.domain].add(split_document(document)[1])
+                    samples[document.domain].add(split_document(document)[int(not self.judge_most)])
                 elif split == "none" or self.holds_out(document):
                     samples[document.domain].add(document)
             self.judged = [document for sample in samples.values() for document in sample.documents()]

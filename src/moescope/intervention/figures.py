@@ -231,8 +231,8 @@ def domain_words(rows: pd.DataFrame, column: str) -> str:
         return f"No change costs more than its controls (q < {CLAIMED}; tested: {', '.join(tested)})."
     top = found.loc[found["excess"].idxmax()]
     return (
-        f"{capital(str(top['domain']))} depends most on {place_words(top)}: {interval_words(top, 'excess')} "
-        f"{NATS} more than controls (tested: {', '.join(tested)})."
+        f"Largest in {top['domain']}, {place_words(top)}: {interval_words(top, 'excess')} {NATS} more than "
+        f"controls (tested: {', '.join(tested)})."
     )
 
 

@@ -27,7 +27,7 @@ from moescope.intervention.figures import (
     whole,
 )
 from moescope.intervention.tables import ALL, TABLES
-from moescope.plotting.style import capital, counted, listed, number
+from moescope.plotting.style import counted, listed, number
 from moescope.reporting.pack import plain, table_payload
 from moescope.run import Run
 from moescope.verb import (
@@ -57,7 +57,7 @@ def summary(run: Run) -> Summary:
     asked = whole(changes(rows))
     coverage = [
         f"{counted(len(asked), 'intervention')} judged on {counted(int(asked['tokens'].iloc[0]), 'token')} "
-        f"of {counted(int(facts['documents']), 'held-out document')}"
+        f"of {counted(int(facts['documents']), 'document')}"
     ]
     keys = [KeyNumber("Loss of the untouched model", float(asked["loss"].iloc[0]), unit=NATS)]
     findings: list[str] = []
@@ -97,7 +97,7 @@ def domain_findings(rows: pd.DataFrame) -> list[str]:
     untested = sorted(rows.groupby("domain")["q"].count().loc[lambda count: count == 0].index)
     sentences: list[str] = [
         Finding(
-            f"{capital(str(row['domain']))} depends on {place_words(row)}: removing it costs "
+            f"Domain {row['domain']}: {place_words(row)} matters most; changing it costs "
             f"{interval_words(row, 'loss_difference')} {NATS}, {interval_words(row, 'excess')} more than "
             f"load-matched experts (q = {number(float(row['q']))}).",
             tab=TAB,
@@ -352,7 +352,7 @@ def text_section(tables: Tables) -> Section | None:
 
 def guide(run: Run) -> list[str]:
     return [
-        "Intervene changes a model in memory and compares it with the untouched one on held-out documents. "
+        "Intervene changes a model in memory and compares it with the untouched one on the same documents. "
         "The loss difference is what the change costs per token; 0 is no effect. Its excess is what it costs "
         "beyond controls: experts used as much, or random directions. Claims are about excess, corrected for "
         "the number of changes tried (q, Benjamini-Hochberg).",

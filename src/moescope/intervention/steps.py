@@ -81,7 +81,7 @@ def carry_out(
     quiet: bool,
 ) -> Run:
     """Run every intervention that is not yet on disk, then make the tables."""
-    text = CalibrationText(name, texts, device, True, reading, how)
+    text = CalibrationText(name, texts, device, True, reading, how, judge_most=True)
     with writer.timed("load"):
         traced = text.traced
     check_model(traced)

@@ -54,8 +54,9 @@ def intervene(
 ) -> Run:
     """Change routers or experts of a running model, and measure what happens.
 
-    A fifth of the documents is judged: loss, next-token distribution and routing with and without the change.
-    The others calibrate. The files of the model are never changed. Give the same command again to resume.
+    Four documents in five are judged, up to 32,768 tokens: loss, next-token distribution and routing with and
+    without the change. The others calibrate. The files of the model are never changed. Give the same command
+    again to resume.
 
     Parameters
     ----------
