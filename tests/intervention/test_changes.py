@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -228,98 +227,3 @@ def test_an_ablated_expert_is_as_if_its_down_projection_were_zero(kind):
             if part.startswith("down") and not isinstance(seen.experts, nn.ModuleDict):
                 tensor[2].zero_()
     torch.testing.assert_close(ablated, block_output(block, x), rtol=1e-4, atol=1e-5)
-
-
-# --- hand-worked: two blocks in numpy
-
-
-def softmax(values: np.ndarray) -> np.ndarray:
-    powers = np.exp(values - values.max(-1, keepdims=True))
-    return powers / powers.sum(-1, keepdims=True)
-
-
-class Mixed:
-    """Mixtral's block in numpy: softmax, the two best, gates divided by their sum."""
-
-    def __init__(self) -> None:
-        self.tiny = tiny_model("mixtral")
-        self.blocks = blocks_of(self.tiny.model)
-        self.block = self.blocks[0]
-        self.x = some_tokens()
-        self.experts = {part: t.double().numpy() for part, t in own_experts(self.block.experts).items()}
-        self.rows = self.block.weight_ED.detach().double().numpy()
-        self.x_TD = self.x[0].double().numpy()
-
-    def output(self, expert: int) -> np.ndarray:
-        gate, up = (self.x_TD @ self.experts[part][expert].T for part in ("gate", "up"))
-        return (gate / (1 + np.exp(-gate)) * up) @ self.experts["down"][expert].T
-
-    def mix(
-        self, logits: np.ndarray, outputs: dict[int, np.ndarray] | None = None, top_k: int = 2
-    ) -> np.ndarray:
-        scores = softmax(logits)
-        best = np.argsort(-scores, axis=1, kind="stable")[:, :top_k]
-        gates = np.take_along_axis(scores, best, 1)
-        gates = gates / gates.sum(1, keepdims=True)
-        each = {expert: self.output(expert) for expert in range(4)} | (outputs or {})
-        total = np.zeros_like(self.x_TD)
-        for token in range(len(best)):
-            for expert, gate in zip(best[token], gates[token], strict=True):
-                total[token] += gate * each[expert][token]
-        return total
-
-    def logits(self) -> np.ndarray:
-        return self.x_TD @ self.rows.T
-
-    def under(self, text: str, **more) -> np.ndarray:
-        with changed({0: self.block}, [parse_change(text)], **more):
-            return block_output(self.block, self.x).double().numpy()
-
-
-def close(ours: np.ndarray, theirs: np.ndarray) -> None:
-    np.testing.assert_allclose(ours, theirs, rtol=2e-4, atol=2e-4)
-
-
-def test_ablate_removes_one_term_and_leaves_the_other_gates():
-    case = Mixed()
-    close(case.under("expert=3 ablate"), case.mix(case.logits(), {3: np.zeros_like(case.x_TD)}))
-
-
-def test_skip_takes_the_next_choice_with_gates_that_sum_to_one():
-    case = Mixed()
-    logits = case.logits()
-    logits[:, 3] = -np.inf
-    close(case.under("expert=3 skip"), case.mix(logits))
-
-
-def test_bias_shifts_the_logit_and_gates_follow():
-    case = Mixed()
-    close(case.under("expert=0,2 bias by=0.7"), case.mix(case.logits() + np.array([0.7, 0, 0.7, 0])))
-
-
-def sigmoid_block(x: Tensor, block: Block, shift: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """DeepSeek V3's choice in numpy: sigmoid, a bias for choosing, gates divided by their sum, scaled."""
-    scores = 1 / (1 + np.exp(-(x.numpy() @ block.weight_ED.detach().double().numpy().T)))
-    bias = block.router.e_score_correction_bias.double().numpy() + shift
-    best = np.argsort(-(scores + bias), axis=1)[:, :2]
-    gates = np.take_along_axis(scores, best, 1)
-    return best, gates / gates.sum(1, keepdims=True) * block.router.routed_scaling_factor
-
-
-def test_bias_leaves_gates_where_the_model_has_a_bias_for_choosing():
-    block = next(iter(blocks_of(tiny_model("deepseek_v3").model).values()))
-    x = torch.randn(9, 16, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
-    shift = np.array([0, 0.4, 0, 0])
-    with changed({block.layer: block}, [parse_change("expert=1 bias by=0.4")]), torch.no_grad():
-        seen: list[tuple[Tensor, ...]] = []
-        hook = block.experts.register_forward_pre_hook(lambda module, args: seen.append(args))
-        block.module(x.float()[None])
-        hook.remove()
-    best, gates = sigmoid_block(x, block, shift)
-    assert not np.array_equal(np.sort(best), np.sort(sigmoid_block(x, block, 0 * shift)[0]))
-    order = np.argsort(best, axis=1)
-    mine = seen[0][1].argsort(1)
-    assert np.array_equal(np.sort(best), seen[0][1].gather(1, mine).numpy())
-    np.testing.assert_allclose(
-        seen[0][2].gather(1, mine).numpy(), np.take_along_axis(gates, order, 1), rtol=1e-4
-    )
