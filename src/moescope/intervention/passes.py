@@ -198,12 +198,7 @@ class Passes:
                 assert logits is not None
                 self.inputs.append(self.kept)
                 self.final.append(self.outputs)
-                known, next_N, document_N = self.predicted(number)
-                parts = zip(
-                    torch.split(logits[known], POSITIONS), torch.split(next_N, POSITIONS), strict=True
-                )
-                loss = [-log_p(part).gather(-1, after[:, None])[:, 0] for part, after in parts]
-                self.loss_D += self.by_document(torch.cat(loss), document_N)
+                self.add_loss(number, logits)
         self.whole = False
         self.seconds = time.perf_counter() - began
 
@@ -232,8 +227,8 @@ class Passes:
         layer, expert = place_of(changes, self.blocks)
         if self.position[layer] < self.first:
             raise ValueError(f"layer {layer} is changed, but its input is not stored")
-        reached = Reached(layer, LayerRouting.of(self.blocks[layer].n_experts), len(self.documents))
-        loss_D, kl_D, predictions_D = (np.zeros(len(self.documents)) for _ in range(3))
+        reached = self.reached_at(layer)
+        sums_3D = np.zeros((3, len(self.documents)))
         self.reached = reached
         try:
             with changed(self.blocks, changes, means=means, seed=seed), self.capture:
@@ -245,24 +240,37 @@ class Passes:
                     self.reached = reached
                     assert after is not None
                     assert before is not None
-                    known, next_N, document_N = self.predicted(number)
-                    compared = compare(before[known], after[known], next_N)
-                    for total, values in zip((loss_D, kl_D, predictions_D), compared, strict=True):
-                        total += self.by_document(values, document_N)
+                    sums_3D += self.compared(number, before, after)
         finally:
             self.reached = None
-        before_facts = self.untouched[layer].facts(expert)
-        after_facts = {f"{name}_changed": value for name, value in reached.routing.facts(expert).items()}
-        return Effect(
-            loss_D,
-            kl_D,
-            predictions_D.astype(np.int64),
-            reached.choices_D,
-            reached.changed_D,
-            before_facts | after_facts,
-        )
+        return self.effect(reached, expert, sums_3D)
 
     # --- what happens in a pass
+
+    def reached_at(self, layer: int) -> Reached:
+        return Reached(layer, LayerRouting.of(self.blocks[layer].n_experts), len(self.documents))
+
+    def add_loss(self, number: int, logits_BLV: Tensor) -> None:
+        """Add the untouched loss of a batch."""
+        known, next_N, document_N = self.predicted(number)
+        parts = zip(torch.split(logits_BLV[known], POSITIONS), torch.split(next_N, POSITIONS), strict=True)
+        loss = [-log_p(part).gather(-1, after[:, None])[:, 0] for part, after in parts]
+        if loss:
+            self.loss_D += self.by_document(torch.cat(loss), document_N)
+
+    def compared(self, number: int, before_BLV: Tensor, after_BLV: Tensor) -> Array:
+        """Return changed loss, KL and changed predictions of a batch, summed by document."""
+        known, next_N, document_N = self.predicted(number)
+        found = compare(before_BLV[known], after_BLV[known], next_N)
+        return np.stack([self.by_document(values, document_N) for values in found])
+
+    def effect(self, reached: Reached, expert: int | None, sums_3D: Array) -> Effect:
+        """Return the sums of a change beside the untouched routing of its layer."""
+        before = self.untouched[reached.layer].facts(expert)
+        after = {f"{name}_changed": value for name, value in reached.routing.facts(expert).items()}
+        loss_D, kl_D, predictions_D = sums_3D
+        counts = (predictions_D.astype(np.int64), reached.choices_D, reached.changed_D)
+        return Effect(loss_D, kl_D, *counts, before | after)
 
     def consume(self, routing: Routing) -> None:
         """Take note of a layer's routing."""

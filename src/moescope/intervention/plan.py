@@ -13,7 +13,9 @@ from moescope.arguments import ranges
 from moescope.errors import BadInput
 from moescope.execution.adapters import Block
 from moescope.intervention.changes import Change, parse_change
+from moescope.intervention.expert_changes import block_weights
 from moescope.intervention.passes import place_of, touched
+from moescope.intervention.router_changes import experts_per_token
 from moescope.intervention.tables import PLAN_COLUMNS
 from moescope.types import Array
 
@@ -26,14 +28,17 @@ class Planned:
     """One intervention: its changes, applied together, and its place in a sweep."""
 
     changes: tuple[Change, ...]
-    k: int | None = None
-    draw: int | None = None
     role: str = "change"
-    of: int | None = None
+    of: int | None = None  # the intervention that it is a control of
 
     @property
     def label(self) -> str:
         return "; ".join(change.label for change in self.changes)
+
+    def option(self, name: str) -> int | None:
+        """Return an option of the change, where it is the only one and has it."""
+        value = self.changes[0].options.get(name) if len(self.changes) == 1 else None
+        return None if value is None else int(value)
 
     @property
     def name(self) -> str:
@@ -88,7 +93,37 @@ class Request:
                 for layer in layers
                 for expert in range(blocks[layer].n_experts)
             ]
+        if self.sweep == "k":
+            return self.projections(change, [blocks[layer] for layer in layers])
+        if self.sweep == "top_k":
+            most = max(experts_per_token(blocks[layer]) or 0 for layer in layers)
+            fewest = min(blocks[layer].n_experts for layer in layers)
+            changes = [varied(change, self.layers, k=k) for k in range(1, min(2 * most, fewest) + 1)]
+            return [Planned((each,)) for each in changes or [change]]
         return [Planned((replace(change, layers=(layer,)),)) for layer in layers]
+
+    def projections(self, change: Change, blocks: Sequence[Block]) -> list[Planned]:
+        """Return project_out per layer and k = 1, 2, 4, ... to half of the rank, each with its controls."""
+        plan: list[Planned] = []
+        for block in blocks:
+            weights = block_weights(block)[0]
+            k, rank = 1, min(weights.d_ff, weights.d_model)
+            while k <= max(rank // 2, 1):
+                own = varied(change, (block.layer,), k=k)
+                number = len(plan)
+                plan.append(Planned((own,)))
+                for draw in range(self.controls):
+                    for role, match in (("random subspace", "rank"), ("random direction", "change")):
+                        control = varied(own, own.layers, "random_direction", match=match, draw=draw)
+                        plan.append(Planned((control,), role, number))
+                plan.append(Planned((varied(own, own.layers, "other_expert"),), "other expert", number))
+                k *= 2
+        return plan
+
+
+def varied(change: Change, layers: tuple[int, ...], name: str = "", **options: int | str) -> Change:
+    """Return the change in other layers, under another name, with other options."""
+    return replace(change, name=name or change.name, layers=layers, options={**change.options, **options})
 
 
 def plan_frame(
@@ -101,6 +136,7 @@ def plan_frame(
         layer = first if len(touched(planned.changes, blocks)) == 1 else None
         load = None if expert is None or first not in loads else float(loads[first][expert])
         facts = (planned.label, planned.name, layer, None if layer is None else names[layer], expert)
-        rows.append((number, *facts, planned.k, planned.draw, planned.role, planned.of, load))
+        draw = planned.option("draw") if planned.of is not None else None
+        rows.append((number, *facts, planned.option("k"), draw, planned.role, planned.of, load))
     frame = pd.DataFrame(rows, columns=list(PLAN_COLUMNS))
     return frame.astype(dict.fromkeys(("layer", "expert", "k", "draw", "of"), "Int64"))

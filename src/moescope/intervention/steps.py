@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -23,8 +24,9 @@ from moescope.execution.ways import Execution, size
 from moescope.intervention.changes import changed, check_changes
 from moescope.intervention.continuations import continuation, text_frame, tokenize_prompts
 from moescope.intervention.estimates import expert_effects, summarise
-from moescope.intervention.passes import Effect, Passes, touched
+from moescope.intervention.passes import Effect, Means, Passes, touched
 from moescope.intervention.plan import Planned, Request, plan_frame
+from moescope.intervention.streamed_passes import judge_streamed
 from moescope.intervention.tables import ROUTING_COLUMNS
 from moescope.progress import duration, progress
 from moescope.run import Run, RunWriter
@@ -84,7 +86,7 @@ def carry_out(
     text = CalibrationText(name, texts, device, True, reading, how, judge_most=True)
     with writer.timed("load"):
         traced = text.traced
-    check_model(traced)
+    check_model(traced, prompts)
     with writer.timed("text"):
         documents = text.held_out_documents()
     if not documents:
@@ -97,46 +99,29 @@ def carry_out(
     passes.check_memory(how)
     prompt_ids = tokenize_prompts(traced, prompts, reading.chat_template)
     done = writer.done_tasks()
-    first = [passes.position[touched(planned.changes, blocks)[0]] for planned in plan]
-    waiting = [number for number in range(len(plan)) if task_name(number) not in done]
-    waiting.sort(key=lambda number: first[number])
-    calls, whole = passes.calls([first[number] for number in waiting])
-    cost = {"layer_calls": calls, "layer_calls_whole": whole, "state_bytes": passes.state_bytes()}
-    say(
-        f"{len(waiting)} interventions on {len(documents)} documents, {int(passes.tokens_D.sum()):,} tokens: "
-        f"{calls:,} layer calls ({whole:,} without reuse), {size(cost['state_bytes'])} of hidden states",
-        quiet or not waiting,
-    )
-    loads, means = calibrated(writer, text, request, plan, blocks)
+    waiting = {number: planned for number, planned in enumerate(plan) if task_name(number) not in done}
     domains = [source.domain for source in texts]
-    before = [continuation(traced, ids, max_new_tokens) for ids in prompt_ids if waiting]
-    with passes, progress(len(plan), len(plan) - len(waiting), "interventions", quiet) as advance:
-        if waiting:
-            with writer.timed("untouched"):
-                passes.run_untouched(first[waiting[0]])
-                exact = passes.is_exact()
-            if not exact:
-                raise BadInput(
-                    f"{traced.name}: model type {traced.config.model_type!r} does not give the same logits "
-                    "from stored hidden states, so its layers cannot be changed one by one"
-                )
-            seconds = passes.seconds * (calls / len(passes.layers) / len(passes.batches) - 1)
-            say(f"about {duration(seconds)}, from the untouched pass", quiet)
-            writer.save_info(cost=cost)
-        for number in waiting:
-            planned = plan[number]
-            advance(planned.label, 0)
-            with writer.timed("prefix"):
-                passes.move_to(first[number])
-            with writer.timed("changes"):
-                effect = passes.judge(planned.changes, means, request.seed)
-            frames = {"intervention_documents": documents_frame(number, planned, passes, effect, domains)}
-            if prompts and planned.role == "change":
-                with writer.timed("text"), changed(blocks, planned.changes, means=means, seed=request.seed):
+    loads, means = calibrated(writer, text, request, plan, blocks)
+
+    def flush(number: int, effect: Effect, frames: dict[str, pd.DataFrame]) -> None:
+        rows = documents_frame(number, plan[number], passes, effect, domains)
+        facts = {"routing": [number, effect.routing]}
+        writer.flush_task(task_name(number), {"intervention_documents": rows, **frames}, facts)
+
+    if isinstance(traced, StreamedModel):
+        with writer.timed("changes"), progress(traced.n_parts, 0, "layers", quiet) as advance:
+            effects = judge_streamed(traced, passes, waiting, means, request.seed, partial(advance, "layers"))
+        for number, effect in effects.items():
+            flush(number, effect, {})
+    elif waiting:
+        before = [continuation(traced, ids, max_new_tokens) for ids in prompt_ids]
+        for number, effect in judge_resident(writer, passes, waiting, len(plan), means, request.seed, quiet):
+            frames = {}
+            if prompts and plan[number].role == "change":
+                with changed(blocks, plan[number].changes, means=means, seed=request.seed):
                     after = [continuation(traced, ids, max_new_tokens) for ids in prompt_ids]
                 frames["intervention_text"] = text_frame(number, traced, prompts, before, after)
-            writer.flush_task(task_name(number), frames, {"routing": [number, effect.routing]})
-            advance(planned.label)
+            flush(number, effect, frames)
     names = checkpoint_layer_names(name, {layer: block.name for layer, block in blocks.items()})
     facts = {
         "documents": len(documents),
@@ -147,6 +132,50 @@ def carry_out(
     }
     writer.save_info(setup=facts)
     return finish(writer, request, plan_frame(plan, blocks, names, loads))
+
+
+def judge_resident(
+    writer: RunWriter,
+    passes: Passes,
+    waiting: Mapping[int, Planned],
+    total: int,
+    means: Means,
+    seed: int,
+    quiet: bool,
+) -> Iterator[tuple[int, Effect]]:
+    """Yield the effect of every intervention, those of early layers first; say before what it costs."""
+    traced, blocks = passes.traced, passes.blocks
+    first = {
+        number: passes.position[touched(planned.changes, blocks)[0]] for number, planned in waiting.items()
+    }
+    calls, whole = passes.calls(list(first.values()))
+    cost = {"layer_calls": calls, "layer_calls_whole": whole, "state_bytes": passes.state_bytes()}
+    tokens, documents = int(passes.tokens_D.sum()), len(passes.documents)
+    say(
+        f"{len(waiting)} interventions on {documents} documents, {tokens:,} tokens: {calls:,} layer calls "
+        f"({whole:,} without reuse), {size(cost['state_bytes'])} of hidden states",
+        quiet,
+    )
+    with passes, progress(total, total - len(waiting), "interventions", quiet) as advance:
+        with writer.timed("untouched"):
+            passes.run_untouched(min(first.values()))
+            exact = passes.is_exact()
+        if not exact:
+            raise BadInput(
+                f"{traced.name}: model type {traced.config.model_type!r} does not give the same logits "
+                "from stored hidden states, so its layers cannot be changed one by one"
+            )
+        seconds = passes.seconds * (calls / len(passes.layers) / len(passes.batches) - 1)
+        say(f"about {duration(seconds)}, from the untouched pass", quiet)
+        writer.save_info(cost=cost)
+        for number in sorted(first, key=lambda number: (first[number], number)):
+            advance(waiting[number].label, 0)
+            with writer.timed("prefix"):
+                passes.move_to(first[number])
+            with writer.timed("changes"):
+                effect = passes.judge(waiting[number].changes, means, seed)
+            yield number, effect
+            advance(waiting[number].label)
 
 
 def finish(writer: RunWriter, request: Request, plan: pd.DataFrame) -> Run:
@@ -168,12 +197,12 @@ def finish(writer: RunWriter, request: Request, plan: pd.DataFrame) -> Run:
     return writer.finish(frames)
 
 
-def check_model(traced: TracedModel) -> None:
-    """Reject a model that predicts no next token, or whose layers have no weights in memory."""
+def check_model(traced: TracedModel, prompts: Sequence[str]) -> None:
+    """Reject a model that predicts no next token, or that cannot continue a prompt."""
     if traced.two_stacks or traced.model.get_output_embeddings() is None:
         raise BadInput(f"{traced.name}: does not predict the next token, so no loss can be measured")
-    if isinstance(traced, StreamedModel):
-        raise BadInput(f"{traced.name}: intervene needs the whole model; use --execution resident")
+    if prompts and isinstance(traced, StreamedModel):
+        raise BadInput(f"{traced.name}: --generate needs the whole model; use --execution resident")
 
 
 def calibrated(
@@ -210,7 +239,7 @@ def mean_outputs(plan: Sequence[Planned], blocks: Mapping[int, Block]) -> list[t
             (layer, expert)
             for planned in plan
             for change in planned.changes
-            if change.name == "mean"
+            if change.record.needs_calibration
             for layer in change.layers or blocks
             for expert in change.experts
         }
