@@ -32,6 +32,10 @@ def intervene(place: Path, out: Path, **options):
     return moescope.intervene(place / "mixtral", **given)
 
 
+def read(file: Path) -> list[str]:
+    return file.read_text().splitlines()
+
+
 def sums(folder: Path) -> dict[str, str]:
     return {file.name: hashlib.sha256(file.read_bytes()).hexdigest() for file in folder.iterdir()}
 
@@ -44,11 +48,7 @@ def test_one_change_against_transformers_with_the_weight_set_to_zero(place, tmp_
     run = intervene(place, tmp_path / "run", set="layer=1 expert=2 ablate")
     assert sums(place / "mixtral") == before
     rows = run.table("intervention_documents")
-    lines = [
-        json.loads(line)["text"]
-        for name in "ab"
-        for line in (place / f"{name}.jsonl").read_text().splitlines()
-    ]
+    lines = [json.loads(line)["text"] for name in "ab" for line in read(place / f"{name}.jsonl")]
     models = [AutoModelForCausalLM.from_pretrained(place / "mixtral") for _ in range(2)]
     tokenizer = AutoTokenizer.from_pretrained(place / "mixtral")
     with torch.no_grad():
@@ -110,9 +110,14 @@ def test_two_settings_apply_together(place, tmp_path):
 @pytest.mark.parametrize(
     ("options", "words"),
     [
+        ({"set": "expert=1 ablate", "execution": "streamed"}, "one layer per change"),
         ({"set": "layer=1 expert=99 ablate"}, "99"),
         ({"set": "layer=7 expert=0 ablate"}, "layer"),
         ({"set": "layer=1 expert=0 vanish"}, "'vanish'"),
+        ({"set": ["layer=1 expert=0 skip", "layer=1 expert=0 force"]}, "exclude"),
+        ({"set": "layer=1 expert=0 project_out k=17"}, "17"),
+        ({"sweep": "k", "set": "layer=1 project_out k=2"}, "k="),
+        ({"sweep": "top_k", "set": "layer=1 zero_router"}, "top_k"),
         ({}, "--set"),
         ({"sweep": "experts", "layers": "9"}, "layer 9"),
         ({"sweep": "experts", "set": ["expert=1 skip"]}, "expert="),
@@ -176,3 +181,84 @@ def test_continuations_are_those_of_transformers_generate(place, tmp_path):
             shown = rows[rows["prompt"] == prompt].sort_values("position")[column].dropna().tolist()
             assert shown == [tokenizer.decode([token]) for token in made[0, ids.shape[1] :]]
     assert (rows["token"] != rows["token_changed"]).any()
+
+
+def test_a_sweep_of_k_has_both_random_controls_and_another_expert_at_every_k(place, tmp_path):
+    run = intervene(place, tmp_path / "run", sweep="k", layers="1", controls=2)
+    rows = run.table("interventions").query("domain == 'all'").set_index("intervention")
+    asked = rows[rows["role"] == "change"]
+    assert asked["k"].tolist() == [1, 2, 4, 8]  # half of the rank, 16
+    for number, row in asked.iterrows():
+        controls = rows[rows["of"] == number]
+        assert controls["role"].value_counts().to_dict() == {
+            "random subspace": 2,
+            "random direction": 2,
+            "other expert": 1,
+        }
+        assert (controls["k"] == row["k"]).all()
+        assert controls.loc[controls["role"] == "random subspace", "kl"].nunique() == 2
+        assert row["controls"] == 2
+    single = intervene(place, tmp_path / "one", set="layer=1 project_out k=4").table("interventions")
+    assert single.query("domain == 'all'")["kl"].item() == asked.loc[asked["k"] == 4, "kl"].item()
+
+
+def test_a_sweep_of_top_k_goes_to_twice_the_configured_number(place, tmp_path):
+    rows = intervene(place, tmp_path / "run", sweep="top_k").table("interventions").query("domain == 'all'")
+    assert rows["k"].tolist() == [1, 2, 3, 4]
+    configured = rows.set_index("k").loc[2]
+    assert configured["loss_difference"] == 0
+    assert configured["kl"] == 0
+    assert (rows.set_index("k").drop(2)["kl"] > 0).all()
+    assert rows["layer"].isna().all()
+
+
+def test_the_mean_output_is_that_of_calibration_documents(place, tmp_path):
+    """Against a forward pass in which the expert's output is replaced by its mean, computed here."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    run = intervene(place, tmp_path / "run", set="layer=2 expert=0 mean")
+    rows = run.table("intervention_documents")
+    lines = [json.loads(line)["text"] for name in "ab" for line in read(place / f"{name}.jsonl")]
+    tokenizer = AutoTokenizer.from_pretrained(place / "mixtral")
+    model = AutoModelForCausalLM.from_pretrained(place / "mixtral")
+    experts = model.model.layers[2].mlp.experts
+    outputs = []
+
+    def collect(module, args, output):
+        x, index, _ = args
+        chosen = x[(index == 0).any(-1)]
+        gate, up = (chosen @ module.gate_up_proj[0].T).chunk(2, -1)
+        outputs.append((torch.nn.functional.silu(gate) * up) @ module.down_proj[0].T)
+
+    hook = experts.register_forward_hook(collect)
+    judged = set(rows["document"])
+    with torch.no_grad():
+        for number, line in enumerate(lines):
+            if number not in judged:
+                model(input_ids=torch.tensor([tokenizer(line)["input_ids"]]))
+        hook.remove()
+        mean = torch.cat(outputs).mean(0)
+        experts.down_proj[0] = 0
+
+        def add(module, args, output):
+            _, index, gates = args
+            return output + (gates * (index == 0)).sum(-1, keepdim=True) * mean
+
+        experts.register_forward_hook(add)
+        for row in rows.itertuples():
+            ids = torch.tensor(tokenizer(lines[row.document])["input_ids"])
+            logits = model(input_ids=ids[None]).logits[0, :-1].double()
+            loss = torch.nn.functional.cross_entropy(logits, ids[1:], reduction="sum").item()
+            assert row.loss_changed == pytest.approx(loss, rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"sweep": "experts", "layers": "0,2"}, {"sweep": "layers", "set": "project_out k=2"}],
+)
+def test_a_streamed_model_gives_the_numbers_of_a_resident_one(place, tmp_path, options):
+    runs = [intervene(place, tmp_path / way, execution=way, **options) for way in ("resident", "streamed")]
+    assert [run.info["execution"][0]["way"] for run in runs] == ["resident", "streamed"]
+    for name in runs[0].tables:
+        left, right = (run.table(name) for run in runs)
+        pd.testing.assert_frame_equal(left, right, rtol=1e-5, atol=1e-6)

@@ -74,9 +74,9 @@ class Request:
             raise BadInput(f"--sweep {sweep} varies {varied}=; remove it from --set {setting!r}")
         if layers and re.search(r"(^|\s)layer=", setting):
             raise BadInput(f"--layers and layer= in --set {setting!r}; give one of them")
+        if sweep in ("k", "top_k") and DEFAULTS[sweep] not in setting.split():
+            raise BadInput(f"--sweep {sweep} varies {DEFAULTS[sweep]}; remove --set {setting!r}")
         template = parse_change(setting if sweep == "layers" else f"{setting} {varied}=1")
-        if sweep in ("k", "top_k") and template.name != DEFAULTS[sweep]:
-            raise BadInput(f"--sweep {sweep} varies {DEFAULTS[sweep]}, not {template.name}; remove the --set")
         return cls((template,), sweep, tuple(layers) or template.layers, **more)
 
     def plan(self, blocks: Mapping[int, Block]) -> list[Planned]:

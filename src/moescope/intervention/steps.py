@@ -108,7 +108,7 @@ def carry_out(
         facts = {"routing": [number, effect.routing]}
         writer.flush_task(task_name(number), {"intervention_documents": rows, **frames}, facts)
 
-    if isinstance(traced, StreamedModel):
+    if waiting and isinstance(traced, StreamedModel):
         with writer.timed("changes"), progress(traced.n_parts, 0, "layers", quiet) as advance:
             effects = judge_streamed(traced, passes, waiting, means, request.seed, partial(advance, "layers"))
         for number, effect in effects.items():
