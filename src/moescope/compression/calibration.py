@@ -20,6 +20,7 @@ from moescope.execution.collect import Collected, Collector, collect
 from moescope.execution.documents import Document
 from moescope.execution.models import TracedModel
 from moescope.execution.scoring import Scoring, find_scoring
+from moescope.execution.shares import ByShare
 from moescope.types import Routing, Tokens
 
 Sums = dict[str, Tensor]  # layer.N.NAME -> sums and counts: those of two texts can be added
@@ -63,6 +64,42 @@ def calibrate(
 ) -> Collected:
     """Read the documents once; every collector sees every layer's routing, and every block has a scoring."""
     return collect(traced, documents, [ScoringFinder(), *collectors], batch_size, advance=advance)
+
+
+class SumsByShare(ByShare[SumCollector]):
+    """The sums of a collector, added share by share, so that they are the same on any number of workers.
+
+    With `apart`, shares are not added: another process does that.
+    """
+
+    def __init__(self, make: Callable[[], SumCollector], apart: bool = False):
+        super().__init__(make)
+        self.apart = apart
+        self.shares: dict[int, Sums] = {}  # one entry unless they are kept apart
+
+    def take(self, share: int, collector: SumCollector) -> None:
+        self.add(share, collector.sums())
+
+    def add(self, share: int, sums: Sums) -> None:
+        held = self.shares.setdefault(share if self.apart else 0, {})
+        for name, tensor in sums.items():
+            held[name] = held[name] + tensor.cpu() if name in held else tensor.cpu()
+
+    def sums(self) -> Sums:
+        self.close()
+        return self.shares[0]
+
+    def layer_state(self, layer: int) -> dict[int, Sums]:
+        self.close()
+        prefix = f"layer.{layer}."
+        return {
+            share: {name: tensor for name, tensor in sums.items() if name.startswith(prefix)}
+            for share, sums in self.shares.items()
+        }
+
+    def restore_layer(self, layer: int, state: dict[int, Sums]) -> None:
+        for share, sums in state.items():
+            self.add(share, sums)
 
 
 def real_tokens(routing: Routing) -> Tensor:
@@ -181,7 +218,7 @@ class LayerStates:
     def smallest(self, most: int) -> LayerStates:
         if len(self) <= most:
             return self
-        tokens = self.draw_T.topk(most, largest=False).indices.sort().values
+        tokens = smallest_draws(self.draw_T, most)
         return self.map(lambda name, tensor: tensor[tokens])
 
     def joined(self, other: LayerStates) -> LayerStates:
@@ -215,7 +252,7 @@ class StateSample:
             wanted_T = wanted_T & (draw_T < held.draw_T.max().to(draw_T.device))
         tokens = torch.where(wanted_T)[0]
         if len(tokens) > self.limit:
-            tokens = tokens[draw_T[tokens].topk(self.limit, largest=False).indices]
+            tokens = tokens[smallest_draws(draw_T[tokens], self.limit)]
         ids_T = None if routing.tokens is None else routing.tokens.ids_T
         new = LayerStates(
             routing.x_TD,
@@ -228,6 +265,14 @@ class StateSample:
         ).map(lambda name, tensor: tensor[tokens].cpu())
         self.states[routing.layer] = (new if held is None else held.joined(new)).smallest(self.limit)
 
+    def join(self, other: StateSample) -> None:
+        """Add the sample of the text that follows: the sample of both texts together."""
+        self.limit = other.limit
+        for layer, states in other.states.items():
+            held = self.states.get(layer)
+            both = states if held is None else held.joined(states)
+            self.states[layer] = both.smallest(self.limit or self.most)
+
     def sums(self) -> Sums:
         """Nothing: a sample is not a sum; see `states`."""
         return {}
@@ -238,6 +283,11 @@ class StateSample:
     def restore_layer(self, layer: int, state: dict[str, Tensor]) -> None:
         if state:
             self.states[layer] = LayerStates(**{"logits_TE": None, **state})  # type: ignore[arg-type]
+
+
+def smallest_draws(draw_T: Tensor, most: int) -> Tensor:
+    """Return the tokens with the smallest draws in their order; of equal draws the first ones."""
+    return draw_T.argsort(stable=True)[:most].sort().values
 
 
 def draws(routing: Routing, seed: int) -> Tensor:

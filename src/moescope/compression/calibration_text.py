@@ -6,15 +6,18 @@ import gc
 import heapq
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from moescope.compression.calibration import (
     Gating,
     LayerStates,
+    ScoringFinder,
     StateSample,
     SumCollector,
     Sums,
+    SumsByShare,
     add_sums,
     calibrate,
     find_gating,
@@ -25,15 +28,17 @@ from moescope.compression.calibration import (
 )
 from moescope.compression.saliency import SUM_NAMES, RoutedSums
 from moescope.errors import BadInput
-from moescope.execution.adapters import find_blocks
+from moescope.execution.adapters import Block, find_blocks
 from moescope.execution.budget import deal
-from moescope.execution.collect import Collected
-from moescope.execution.documents import Document, fingerprint, read_documents
-from moescope.execution.lab_models import load_any_model
+from moescope.execution.collect import Collected, Collector, collect_batches
+from moescope.execution.documents import Document, batches, fingerprint, read_documents, windows
+from moescope.execution.lab_models import load_any_model, load_skeleton
 from moescope.execution.models import TracedModel
 from moescope.execution.scoring import Scoring
+from moescope.execution.shares import Part
 from moescope.execution.texts import ReadSettings, Source
 from moescope.execution.ways import Execution
+from moescope.execution.workers import ModelRequest, OpenWorkers, Workers
 from moescope.families import MoeCheckpoint
 from moescope.run import Run
 from moescope.statistics import BUCKETS, FEWEST_DOCUMENTS
@@ -59,13 +64,29 @@ class CalibrationText:
     split: dict[int, str] | None = None
     chosen: dict[int, frozenset[int]] = field(default_factory=dict)  # domain -> hashes of those held out
     judged: list[Document] | None = field(default=None, repr=False)
+    workers: OpenWorkers | None = None  # that calibrate; None: this process does
+    skeleton: TracedModel | None = field(default=None, repr=False)
+
+    @property
+    def reader(self) -> TracedModel:
+        """What tokenizes documents: the model, or one without weights while workers calibrate."""
+        if self.workers is None or self.loaded is not None:
+            return self.traced
+        if self.skeleton is None:
+            settings = self.settings
+            self.skeleton = load_skeleton(self.model, settings.dtype, True, settings.trust_remote_code)
+            self.check_template(self.skeleton)
+        return self.skeleton
+
+    def check_template(self, model: TracedModel) -> None:
+        if self.settings.chat_template and not getattr(model.tokenizer, "chat_template", None):
+            raise BadInput(f"{self.model}: its tokenizer has no chat template; omit --chat-template")
 
     @property
     def traced(self) -> TracedModel:
         if self.loaded is None:
             self.loaded = self.load(self.model)
-            if self.settings.chat_template and not getattr(self.loaded.tokenizer, "chat_template", None):
-                raise BadInput(f"{self.model}: its tokenizer has no chat template; omit --chat-template")
+            self.check_template(self.loaded)
         return self.loaded
 
     def load(self, model: str) -> TracedModel:
@@ -122,7 +143,7 @@ class CalibrationText:
 
     def documents(self) -> Iterator[Document]:
         settings = self.settings
-        return read_documents(self.traced, self.sources, settings.max_tokens, settings.chat_template)
+        return read_documents(self.reader, self.sources, settings.max_tokens, settings.chat_template)
 
     def calibration_documents(self) -> Iterator[Document]:
         splits = self.splits()
@@ -300,13 +321,14 @@ def all_sums(calibration: Calibration | None, earlier: Sequence[EarlierSums]) ->
 def calibrate_text(
     text: CalibrationText,
     moe: MoeCheckpoint,
-    collectors: Sequence[SumCollector],
+    makers: Sequence[Callable[[], SumCollector]],
     seed: int,
     file: Path,
     advance: Callable[[int], None],
 ) -> None:
     """Read the calibration text once and save sums, states and scoring to one file."""
-    layers = {block.layer: block.n_experts for block in find_blocks(text.traced.model)}
+    blocks = {block.layer: block for block in find_blocks(text.reader.model)}
+    layers = {layer: block.n_experts for layer, block in blocks.items()}
     on_disk = {layer: weights.n_experts for layer, weights in moe.layers.items()}
     if layers != on_disk:
         raise BadInput(
@@ -314,16 +336,18 @@ def calibrate_text(
             f"{sorted(on_disk)}; this model cannot be calibrated"
         )
     sample = StateSample(seed, layers=len(layers))
-    all_collectors = [RoutedSums(), *collectors, sample]
-    calibrated = text.calibrate(all_collectors, advance)
-    if not calibrated.tokens:
+    summed = [SumsByShare(make) for make in (RoutedSums, *makers)]
+    if text.workers is None:
+        calibrated = text.calibrate([*summed, sample], advance)
+        documents, tokens = calibrated.documents, calibrated.tokens
+        scorings = block_scorings(calibrated.blocks)
+    else:
+        documents, tokens, scorings = calibrate_on_workers(text, summed, sample, advance)
+    if not tokens:
         raise BadInput("the text leaves no token to calibrate on; give a longer one")
-    sums = {name: tensor for collector in all_collectors for name, tensor in collector.sums().items()}
+    sums = {name: tensor for collector in summed for name, tensor in collector.sums().items()}
     scoring, biases = {}, {}
-    for layer, block in calibrated.blocks.items():
-        how = block.scoring
-        if how is None:  # a router without logits, such as a table of token ids
-            continue
+    for layer, how in scorings.items():
         scoring[layer] = {
             "function": how.function,
             "groups": how.groups,
@@ -333,13 +357,85 @@ def calibrate_text(
         if how.bias_E is not None:
             biases[f"layer.{layer}.choice_bias_E"] = how.bias_E
     facts = {
-        "documents": calibrated.documents,
-        "tokens": calibrated.tokens,
+        "documents": documents,
+        "tokens": tokens,
         "held_out": text.held_out(),
         "scoring": scoring,
-        "asked": [layer for layer, block in calibrated.blocks.items() if block.with_router is not None],
+        "asked": [layer for layer, block in blocks.items() if block.with_router is not None],
     }
     save_sums(file, sums | states_to_arrays(sample.states) | biases, facts)
+
+
+def block_scorings(blocks: dict[int, Block]) -> dict[int, Scoring]:
+    """Return layer -> how its router scores; none for routers without logits, such as tables of token ids."""
+    return {
+        layer: replace(how, bias_E=None if how.bias_E is None else how.bias_E.detach().cpu())
+        for layer, block in blocks.items()
+        if (how := block.scoring) is not None
+    }
+
+
+# --- on workers
+
+
+@dataclass(frozen=True)
+class CalibratedPart:
+    """What one worker found in its part of the batches."""
+
+    shares: list[dict[int, Sums]]  # per collector
+    sample: StateSample
+    scorings: dict[int, Scoring]
+
+
+def calibrate_part(
+    makers: Sequence[Callable[[], SumCollector]],
+    sample: StateSample,
+    traced: TracedModel,
+    part: Part,
+    advance: Callable[[int], None],
+) -> CalibratedPart:
+    """Run the model over one part of the batches."""
+    summed = [SumsByShare(make, apart=True) for make in makers]
+    collectors: list[Collector] = [ScoringFinder(), *summed, sample]
+    _, blocks = collect_batches(traced, part.batches, collectors, advance=advance)
+    for collector in summed:
+        collector.close()
+    return CalibratedPart([collector.shares for collector in summed], sample, block_scorings(blocks))
+
+
+def calibrate_on_workers(
+    text: CalibrationText,
+    summed: Sequence[SumsByShare],
+    sample: StateSample,
+    advance: Callable[[int], None],
+) -> tuple[int, int, dict[int, Scoring]]:
+    """Let workers run parts of the text and add what they found in the order of the text.
+
+    Returns the number of documents and of tokens, and how each layer scores.
+    """
+    assert text.workers is not None
+    assert text.execution is not None
+    settings = text.settings
+    documents = list(text.calibration_documents())
+    in_batches = list(batches(windows(documents, text.reader.window), settings.batch_size))
+    request = ModelRequest(text.model, settings.dtype, settings.trust_remote_code, prefer_transformers=True)
+    work = partial(calibrate_part, [collector.make for collector in summed], sample)
+    waiting: dict[int, CalibratedPart] = {}
+    scorings: dict[int, Scoring] = {}
+    joined = 0
+    with text.workers.open() as engine:
+        workers = Workers(engine, text.workers.jobs, request, text.execution, advance)
+        for part, found in workers.run(work, in_batches) if in_batches else ():
+            waiting[part.number] = found
+            while joined in waiting:
+                found = waiting.pop(joined)
+                joined += 1
+                for total, shares in zip(summed, found.shares, strict=True):
+                    for share in sorted(shares):
+                        total.add(share, shares[share])
+                sample.join(found.sample)
+                scorings = found.scorings | scorings
+    return len(documents), sum(len(document.ids) for document in documents), scorings
 
 
 def load_calibration(file: Path) -> Calibration:

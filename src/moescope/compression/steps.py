@@ -216,18 +216,19 @@ def carry_out(writer: RunWriter, work: Work, text: CalibrationText | None, devic
 def calibrate_step(writer: RunWriter, work: Work, text: CalibrationText, quiet: bool) -> Calibration:
     if "calibration" not in writer.done_tasks():
         with writer.timed("load"):
-            check_way(work, text.traced)
+            reader = text.reader
+            check_way(work, reader)
         if work.judge:
-            check_judgeable(
-                text.traced, text.held_out_documents()
-            )  # now rather than after everything else is done
-        collectors = [collector() for collector in work.method.collectors]
+            check_judgeable(reader, text.held_out_documents())  # now rather than at the end
         (writer.path / "parts").mkdir(exist_ok=True)
         file = leftover_name(writer.path / "parts")
         with writer.timed("calibrate"), progress(text.settings.max_tokens, 0, "tokens", quiet) as advance:
-            calibrate_text(
-                text, work.moe, collectors, work.settings.seed, file, partial(advance, "calibrating")
-            )
+            shown, makers = partial(advance, "calibrating"), work.method.collectors
+            if text.execution is not None:
+                text.execution.on_total = lambda tokens: shown(0, tokens)
+            calibrate_text(text, work.moe, makers, work.settings.seed, file, shown)
+        if text.execution is not None:
+            text.execution.on_total = lambda tokens: None
         writer.flush_task("calibration", {}, {}, files={CALIBRATION_FILE: file})
         writer.save_info()
     return load_calibration(writer.path / "parts" / "calibration" / CALIBRATION_FILE)

@@ -14,6 +14,7 @@ from moescope.compression.figures import FIGURES
 from moescope.compression.plan import MergeWeights, RouterAfter, checkpoint_mark, plan_identity
 from moescope.compression.report import experts, guide, measures, sections, summary
 from moescope.compression.tables import TABLES
+from moescope.engine import EngineName, check_engine, check_jobs
 from moescope.errors import BadInput
 from moescope.execution.model_names import Dtype, check_token_ids, step_names
 from moescope.execution.texts import ReadSettings, check_not_empty, sources
@@ -53,6 +54,9 @@ def compress(
     trust_remote_code: bool = False,
     execution: Way = "auto",
     memory: str | None = None,
+    engine: EngineName = "local",
+    address: str | None = None,
+    jobs: int | None = None,
     seed: int = 0,
     overwrite: bool = False,
     quiet: bool = False,
@@ -87,11 +91,11 @@ def compress(
     domain : NAME=PATH, repeatable
         Text of a named domain: code=src.
     token_ids : FILE
-        Token ids instead of text: .npy, or .jsonl with one list per line.
+        Token ids: .npy, or .jsonl of lists.
     add : RUN, repeatable
-        An earlier run of this model on another text, whose sums are added.
+        An earlier run, to add its sums.
     merge_weights : HOW
-        Weights of a group's members in the merged expert.
+        Members' weights in merged experts.
     distance : DISTANCE
         Distance to cluster by: euclidean or cosine (hc_smoe), l2 or sv (weights).
     dominant : HOW
@@ -99,9 +103,9 @@ def compress(
     router : HOW
         Router of merged experts: fold fits new rows, tie keeps all (judged, not written).
     unsigned : bool
-        Match neurons by order alone, without signs.
+        Match neurons without signs.
     adaptive : bool
-        Let layers share one budget by usage (plan only).
+        Layers share one budget (plan only).
     sequential : bool
         Calibrate each layer on the output of the compressed layers before it.
     judge : bool
@@ -119,7 +123,13 @@ def compress(
     execution : WAY
         Run whole, sharded, or by layer.
     memory : SIZE, default 80 % of free
-        Memory to use at most, such as 8GB.
+        Most memory (per worker): 8GB.
+    engine : ENGINE
+        Calibrate here, or on Ray workers.
+    address : ADDRESS
+        Ray cluster: auto or HOST:PORT.
+    jobs : N, default as many as fit
+        Parts of the text on Ray.
     seed : int
         Seed of all random draws.
     overwrite : bool
@@ -141,6 +151,7 @@ def compress(
     from moescope.compression.calibration_text import CalibrationText
     from moescope.compression.method import PlanSettings
     from moescope.compression.steps import carry_out, prepare
+    from moescope.execution.workers import OpenWorkers
 
     minimums = {"max_tokens": (max_tokens, 1), "batch_size": (batch_size, 1), "seed": (seed, 0)}
     for name, (value, least) in {**minimums, "controls": (controls, 0)}.items():
@@ -149,6 +160,8 @@ def compress(
     one_of("dtype", dtype, get_args(Dtype))
     one_of("execution", execution, get_args(Way))
     memory_bytes = parse_size("--memory", memory)
+    check_engine(engine, address, device)
+    check_jobs(engine, jobs)
     reading = ReadSettings(max_tokens, dtype, batch_size, chat_template, trust_remote_code)
     with_text = bool(text) or bool(domain) or token_ids is not None
     texts = sources(text, domain, token_ids) if with_text else []
@@ -158,6 +171,9 @@ def compress(
     )
     moe = read_moe(open_checkpoint(model))
     work = prepare(moe, method, keep, plan, apply, add, settings, judge and with_text, controls, with_text)
+    if engine == "ray" and (not with_text or sequential):
+        why = "sequential calibration changes the model between passes" if with_text else "there is no text"
+        raise BadInput(f"--engine ray: {why}, so nothing can be split; omit it")
     if with_text:
         step_names([model], ())
     place = choose_device(device)
@@ -188,6 +204,8 @@ def compress(
         writer.save_info(device=place, coverage=[asdict(moe.coverage)])
         how = Execution.of_run(writer, execution, memory_bytes, quiet)
         reader = CalibrationText(str(model), texts, place, judge, reading, how) if with_text else None
+        if reader is not None and engine == "ray":
+            reader.workers = OpenWorkers(address, device, jobs)
         return carry_out(writer, work, reader, place, quiet)
 
 

@@ -84,16 +84,18 @@ class Execution:
 
     def announce(self, expected: Expected) -> None:
         """Print what is expected, and store it in run.json."""
-        self.announced = [entry for entry in self.announced if entry["model"] != expected.model]
+        same = (expected.model, expected.workers)
+        self.announced = [
+            entry for entry in self.announced if (entry["model"], entry.get("workers", 1)) != same
+        ]
         self.announced.append(asdict(expected))
         if not self.quiet:
             print(expected.line(), file=sys.stderr)
         self.save(self.announced)
 
     def record(self, model: str, **facts: Any) -> None:
-        """Add to run.json what a run of the model has taken."""
-        for entry in self.announced:
-            entry |= facts if entry["model"] == model else {}
+        """Add to run.json what the last run of the model has taken."""
+        next(entry for entry in reversed(self.announced) if entry["model"] == model).update(facts)
         self.save(self.announced)
 
 

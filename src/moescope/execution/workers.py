@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
-from moescope.engine import RayEngine, Tick
+from moescope.engine import RayEngine, Tick, open_engine
 from moescope.execution.documents import Window
 from moescope.execution.lab_models import expect_run, load_any_model
 from moescope.execution.models import TracedModel
@@ -36,6 +37,21 @@ class ModelRequest:
         """The full path of a folder, since workers run elsewhere; the id of a model on the hub."""
         folder = Path(self.name).expanduser()
         return str(folder.resolve()) if folder.exists() else self.name
+
+
+@dataclass(frozen=True)
+class OpenWorkers:
+    """Workers of a Ray cluster that is joined or started when they are needed."""
+
+    address: str | None
+    device: str
+    jobs: int | None
+
+    @contextmanager
+    def open(self) -> Iterator[RayEngine]:
+        with open_engine("ray", self.address, self.device) as engine:
+            assert isinstance(engine, RayEngine)
+            yield engine
 
 
 @dataclass(frozen=True)
