@@ -4,13 +4,11 @@ Mixtral of random weights.
     PYTHONPATH=src python bench/trace.py                     on the CPU: a minute
     PYTHONPATH=src python bench/trace.py --device cuda       width 2048, 8 layers, 8 experts
 
-Both ways feed the same batches through the same code; one has hooks on the model. A last line is the whole of
-`trace` up to its
-tables, with the check of the first batch, the words it predicts, the places it keeps and the experts it runs
-once more, against the
-model as anybody would run it, its head included. On a CPU the time is the process's own, so that what else
-the machine does does
-not count.
+Both ways feed the same batches through the same code; one has hooks on the model. The last lines are of a
+whole trace: up to its tables (with the check of the first batch, the words it predicts, the places it keeps
+and the experts it runs once more), then of its tables with their maps, against the model as anybody would run
+it, its head included. On a CPU the time is the process's own, so that what else the machine does does not
+count.
 """
 
 from __future__ import annotations
@@ -117,8 +115,14 @@ def main() -> None:
     ]
 
     def whole() -> float:
+        nonlocal result
         begin()
-        trace_model(traced, ["text"], many, ("prefill",), given.batch)
+        result = trace_model(traced, ["text"], many, ("prefill",), given.batch)
+        return ended()
+
+    def tables() -> float:
+        begin()
+        result.tables(0, 0, ("pca", "tsne"))
         return ended()
 
     def as_it_is() -> float:
@@ -139,14 +143,19 @@ def main() -> None:
             torch.cuda.synchronize()
         return clock() - started
 
-    started = 0.0
-    whole(), as_it_is()
+    started, result = 0.0, None
+    whole(), as_it_is(), tables()
     pairs = [(whole(), as_it_is()) for _ in range(3)]
     tokens = given.batch * given.passes * given.length
     print(
         f"a whole trace of {tokens:,} tokens "
         f"{statistics.median(a / b for a, b in pairs) - 1:.2%} more than the model with its head   "
         f"(each: {', '.join(f'{a / b - 1:.1%}' for a, b in pairs)})"
+    )
+    seconds = min(tables() for _ in range(3))
+    print(
+        f"tables {seconds:.2f} s, {seconds / statistics.median(b for _, b in pairs):.1%} of the model with "
+        "its head"
     )
 
 

@@ -109,15 +109,15 @@ class Traced:
         """Return the tables of one step, with maps of experts by these methods."""
         import pandas as pd
 
-        parts: dict[str, list[pd.DataFrame]] = {name: [] for name in STEP_TABLES}
+        rows: dict[str, list[Row]] = {name: [] for name in STEP_TABLES}
+        columns_of: dict[str, list[Row]] = {name: [] for name in STEP_TABLES}
 
         def add(table: str, counts: LayerCounts, content: Any) -> None:
-            frame = pd.DataFrame(content if isinstance(content, dict) else list(content))
-            if len(frame):
-                frame.insert(0, "step", step)
-                frame.insert(1, "layer", counts.layer)
-                frame.insert(2, "layer_name", self.layer_names[counts.layer])
-                parts[table].append(frame)
+            key = {"step": step, "layer": counts.layer, "layer_name": self.layer_names[counts.layer]}
+            if isinstance(content, dict):
+                columns_of[table].append({**key, **content})
+            else:
+                rows[table] += [{**key, **row} for row in content]
 
         for counts in self.counts:
             add("load", counts, load_rows(counts, self.corpus, self.has_gates))
@@ -142,14 +142,14 @@ class Traced:
             for counts, (measured, columns) in zip(self.main(), found, strict=True):
                 layer = layer_columns(counts, tokens=len(self.probe.ids_T))
                 add("routing_layers", counts, ({**layer, **row(*metric)} for metric in measured))
-                columns["token"] = [self.text.of(token) for token in columns["token_id"]]
-                add("vocabulary", counts, columns)
-        frames = {
-            name: pd.concat(frames, ignore_index=True)
-            if frames
-            else pd.DataFrame(columns=list(TABLES[name].columns))
-            for name, frames in parts.items()
-        }
+                ids, places = np.unique(columns["token_id"], return_inverse=True)
+                texts = np.array([self.text.of(token) for token in ids.tolist()], dtype=object)
+                add("vocabulary", counts, {**columns, "token": texts[places]})
+        frames = {}
+        for name in STEP_TABLES:  # one frame per table, or per layer where rows are columns already
+            parts = [pd.DataFrame(rows[name]), *map(pd.DataFrame, columns_of[name])]
+            parts = [part for part in parts if len(part)] or [pd.DataFrame(columns=[*TABLES[name].columns])]
+            frames[name] = pd.concat(parts, ignore_index=True) if len(parts) > 1 else parts[0]
         frames["maps"] = expert_maps(frames, maps)
         if self.seen is not None:
             words = [self.text.of(int(token)) for token in self.seen]
