@@ -19,6 +19,7 @@ from safetensors.torch import load_file
 import moescope
 from checkpoints import tiny_checkpoint, tiny_config, tiny_tensors, write_checkpoint
 from report_payloads import page_text
+from routing.tiny_text import save_model, texts, write_jsonl
 
 SOURCE = Path(__file__).parents[1] / "src" / "moescope"
 
@@ -309,6 +310,44 @@ def test_a_metric_is_one_record(copy, tmp_path):
     page = Path(copy.moescope("report", run).split()[-1]).read_text(encoding="utf-8")
     page = page_text(page)
     assert "Share of all choices that the busiest expert has." in page
+
+
+INTERVENTION = """Intervention(
+    name="keep_half",
+    changes="every second logit is shifted by `by`",
+    reference="none",
+    apply=lambda edit, experts, options, context: edit.logits.append(
+        lambda logits: logits.index_add(
+            -1, torch.arange(0, logits.shape[-1], 2), torch.full_like(logits[..., ::2], options["by"])
+        )
+    ),
+    settings=(Setting("by", "the shift", -1e4, most=0),),
+    experts=NO_EXPERTS,
+    needs=("logits",),
+)"""
+
+
+def test_an_intervention_is_one_record(copy, tmp_path):
+    copy.add_line("intervention/changes.py", "INTERVENTIONS", INTERVENTION, "import torch")
+    assert copy.changed() == {"intervention/changes.py"}
+    save_model(tmp_path / "model")
+    write_jsonl(tmp_path / "text.jsonl", texts(20, seed=0))
+    given = (tmp_path / "model", "--text", tmp_path / "text.jsonl", "--device", "cpu", "--no-report")
+    copy.json("intervene", *given, "--set", "layer=1 keep_half", "--out", tmp_path / "run")
+    new = pd.read_parquet(tmp_path / "run" / "interventions.parquet")
+    known = moescope.intervene(
+        tmp_path / "model",
+        set="layer=1 expert=0,2 bias by=-10000",
+        text=tmp_path / "text.jsonl",
+        out=tmp_path / "known",
+        device="cpu",
+        quiet=True,
+    ).table("interventions")
+    assert set(new["name"]) == {"keep_half"}
+    assert new["loss_difference"].tolist() == known["loss_difference"].tolist()
+    assert new["loss_difference"].all()
+    with pytest.raises(AssertionError, match="by is '3'; give a number at most 0"):
+        copy.moescope("intervene", *given, "--set", "keep_half by=3")
 
 
 FIGURE = '''
