@@ -26,6 +26,8 @@ LAB_ROUTERS = [f"lab {name}" for name, router in ROUTERS.items() if router.route
 DIFFERENT = ["mixtral", "deepseek_v3", "llama4_text", "switch_transformers", "dbrx", "gpt_oss", "phimoe"]
 DIFFERENT += ["ernie4_5_moe", "afmoe", *LAB_ROUTERS]
 REST = [name for name in FAMILIES if name not in (*DIFFERENT, "kimi_linear")]
+KINDS = [name for name in DIFFERENT if name in FAMILIES]  # blocks alone
+KINDS += [pytest.param(name, marks=pytest.mark.slow) for name in (*REST, "kimi_linear")]
 # Kimi's takes seconds per pass; its blocks are DeepSeek V3's, and tested alone.
 NAMES = [*DIFFERENT, *(pytest.param(name, marks=pytest.mark.slow) for name in REST)]
 

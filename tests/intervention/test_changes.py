@@ -8,15 +8,11 @@ from torch import Tensor, nn
 
 import moescope
 from families.tiny_models import own_experts, tiny_model
-from intervention.edited_models import FAMILIES, NAMES, blocks_of, fingerprint, logits_of, model_named
+from intervention.edited_models import KINDS, NAMES, blocks_of, fingerprint, logits_of, model_named
 from moescope.errors import BadInput
 from moescope.execution.adapters import Block
-from moescope.intervention.changes import (
-    Change,
-    changed,
-    check_changes,
-    parse_change,
-)
+from moescope.execution.streamed import load_streamed
+from moescope.intervention.changes import INTERVENTIONS, Change, changed, check_changes, parse_change
 from moescope.intervention.router_changes import experts_per_token
 
 # --- as text
@@ -25,7 +21,9 @@ from moescope.intervention.router_changes import experts_per_token
 def test_a_change_is_written_as_it_is_read():
     for text in ("layer=12 expert=3 ablate", "expert=0,2 skip", "layer=1,2 expert=5 bias by=-0.25"):
         assert parse_change(text).label == text
+    for text in (*CHANGES, "expert=1 transplant checkpoint='a folder'"):
         assert parse_change(parse_change(text).label) == parse_change(text)
+    assert {parse_change(text).name for text in CHANGES} == {record.name for record in INTERVENTIONS}
     assert parse_change("ablate expert=1-3 layer=0") == Change("ablate", (0,), (1, 2, 3))
     assert parse_change("layer=all expert=1 ablate").layers == ()
     assert len({parse_change("expert=1 bias by=1"), Change("bias", (), (1,), {"by": 1})}) == 1
@@ -160,6 +158,64 @@ def test_neutral_arguments_change_no_logit(name):
     assert done or not name.startswith("lab top")
 
 
+@pytest.mark.parametrize("kind", ["mixtral", "minimax_m2"])
+def test_neutral_arguments_change_no_logit_in_half_precision(kind):
+    model = tiny_model(kind).model.bfloat16()
+    blocks, logits = blocks_of(model), logits_of(model)
+    for texts in NEUTRAL:
+        given = [text.replace("identity", "0,1,2,3").replace("configured", "2") for text in texts]
+        with changed(blocks, [parse_change(text) for text in given]):
+            assert torch.equal(logits_of(model), logits), texts
+    for text in ("expert=1 ablate", "expert=1 skip", "expert=1 force", "project_out k=2", "temperature t=2"):
+        with changed(blocks, [parse_change(text)]):
+            assert not torch.equal(logits_of(model), logits)
+
+
+# --- models whose weights come and go
+
+
+@pytest.mark.parametrize("kind", ["mixtral", "ernie4_5_moe"])
+def test_changes_of_a_streamed_model_give_the_logits_of_a_resident_one(kind, tmp_path):
+    tiny = tiny_model(kind)
+    tiny.save(tmp_path, "saved")
+    streamed = load_streamed(str(tmp_path), "float32", "cpu")
+    both = blocks_of(streamed.model), blocks_of(tiny.model)
+    layer, ids = list(both[0])[1], torch.arange(3, 30)[None]
+    inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+    for text in (
+        "expert=1 ablate",
+        "expert=1 skip",
+        "expert=1 bias by=0.5",
+        "project_out k=2 strength=10",
+        "top_k k=1",
+        f"expert=1 transplant part=both from_expert=2 checkpoint={tmp_path}",
+    ):
+        changes = [parse_change(f"layer={layer} {text}")]
+        with changed(both[0], changes):
+            (ours,) = streamed.run_all([inputs])
+        with changed(both[1], changes), torch.no_grad():
+            assert torch.equal(ours.logits, tiny.model(**inputs).logits), text
+
+
+def test_changes_of_an_offloaded_model_work_or_say_that_weights_are_not_there():
+    accelerate = pytest.importorskip("accelerate")
+    resident, offloaded = model_named("mixtral"), tiny_model("mixtral").model
+    accelerate.cpu_offload(offloaded, execution_device="cpu")
+    gate = offloaded.model.layers[1].mlp.gate
+    before = sorted(vars(gate)), gate.forward
+    for text in ("expert=1 ablate", "expert=1 skip", "permute_rows", "top_k k=1"):
+        with moescope.modified(offloaded, f"layer=1 {text}"):
+            ours = logits_of(offloaded)
+        with moescope.modified(resident, f"layer=1 {text}"):
+            assert torch.equal(ours, logits_of(resident)), text
+    with (
+        pytest.raises(BadInput, match="are not in memory when the router runs; use --execution"),
+        moescope.modified(offloaded, "layer=1 project_out k=1"),
+    ):
+        logits_of(offloaded)
+    assert (sorted(vars(gate)), gate.forward) == before
+
+
 # --- every family: an ablated expert is missing from the sum, a skipped one from the model
 
 
@@ -173,7 +229,7 @@ def block_output(block: Block, x: Tensor) -> Tensor:
     return (output[0] if isinstance(output, tuple) else output).reshape(-1, x.shape[-1])
 
 
-@pytest.mark.parametrize("kind", FAMILIES)
+@pytest.mark.parametrize("kind", KINDS)
 def test_a_skipped_expert_is_as_if_the_model_had_been_made_without_it(kind):
     tiny = tiny_model(kind)
     block = next(iter(blocks_of(tiny.model).values()))
@@ -211,7 +267,7 @@ def remove_expert(block: Block, gone: int) -> None:
         del block.experts[f"expert_{n - 1}"]
 
 
-@pytest.mark.parametrize("kind", FAMILIES)
+@pytest.mark.parametrize("kind", KINDS)
 def test_an_ablated_expert_is_as_if_its_down_projection_were_zero(kind):
     tiny = tiny_model(kind)
     seen = tiny.blocks[0]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import weakref
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -22,8 +23,8 @@ from moescope.weights.views import check_matrix, expert_matrix
 VIEWS = ("gate", "up", "gate_up")
 MARGIN = 0.01  # by which `force` passes the best or the worst logit
 VANISHED = 1e-5  # a row shorter than this part of its old norm becomes zero
-# experts module -> (matrix, expert) -> the state of its tensors and its leading right singular vectors
-DIRECTIONS: weakref.WeakKeyDictionary[nn.Module, dict[tuple[str, int], tuple[Any, Tensor]]] = (
+# experts module -> (matrix, expert) -> a hash of the matrix, and its leading right singular vectors
+DIRECTIONS: weakref.WeakKeyDictionary[nn.Module, dict[tuple[str, int], tuple[bytes, Tensor]]] = (
     weakref.WeakKeyDictionary()
 )
 
@@ -283,23 +284,24 @@ def seed_of(place: tuple[int, ...]) -> int:
 def directions(block: Block, expert: int, options: Options) -> Tensor:
     """Return the expert's k leading right singular vectors [D, k] of the matrix that `view` names."""
     view, k = str(options["view"]), int(options["k"])
+    weights, tensors = block_weights(block)
+    if any(tensor.is_meta for tensor in tensors.values()):
+        raise BadInput(
+            f"{block.where()}: the weights of its experts are not in memory when the router runs; "
+            "use --execution resident or streamed"
+        )
+    matrix_FD = expert_matrix(weights, view, expert, None)
+    bits = matrix_FD.contiguous().view(torch.uint8).numpy()
+    content = hashlib.blake2b(bits.tobytes(), digest_size=16).digest()
     known = DIRECTIONS.setdefault(block.experts, {})
-    state = [(tensor.data_ptr(), tensor._version) for tensor in block.experts.parameters()]
-    stored_state, basis_DK = known.get((view, expert), (None, torch.empty(0, 0)))
-    if stored_state != state or basis_DK.shape[1] < k:
-        weights, tensors = block_weights(block)
-        if any(tensor.is_meta for tensor in tensors.values()):
-            raise BadInput(
-                f"{block.where()}: the weights of its experts are not in memory when the router runs; "
-                "use --execution resident or streamed"
-            )
-        matrix_FD = expert_matrix(weights, view, expert, None)
+    stored_content, basis_DK = known.get((view, expert), (b"", torch.empty(0, 0)))
+    if stored_content != content or basis_DK.shape[1] < k:
         rows_ED = block.weight_ED.detach().double().cpu()
         units_ED = rows_ED / rows_ED.norm(dim=1, keepdim=True).clamp(min=1e-30)
         leading = max(k, LEADING_VECTORS)
         found = decompose(matrix_FD, units_ED, [k], leading=leading)
         basis_DK = torch.as_tensor(found.leading_DK, dtype=torch.float64)
-        known[view, expert] = state, basis_DK
+        known[view, expert] = content, basis_DK
     if basis_DK.shape[1] < k:
         raise BadInput(
             f"k is {k}, but the {view} matrix of expert {expert} of layer {block.layer} has rank "
