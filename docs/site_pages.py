@@ -6,10 +6,12 @@ mkdocs runs this file as its hook (`make docs`). A verb or column that is added 
 from __future__ import annotations
 
 import html
+import re
 import sys
 from pathlib import Path
 from typing import Any
 
+from mkdocs.exceptions import PluginError
 from mkdocs.structure.files import File
 
 import moescope
@@ -57,6 +59,20 @@ def on_files(files: Any, config: Any) -> Any:
             files.remove(written)
         files.append(File.generated(config, uri, content=text))
     return files
+
+
+def on_post_build(config: Any) -> None:
+    """Fail if a reader's browser would fetch something from another host."""
+    for path in sorted(Path(config.site_dir).rglob("*")):
+        if path.suffix in (".html", ".css") and (found := remote_reference(path.read_text(encoding="utf-8"))):
+            raise PluginError(f"{path}: fetches from the network: {found}")
+
+
+def remote_reference(text: str) -> str | None:
+    """Return what makes a browser fetch from another host, if anything in this HTML or CSS does."""
+    tag = r"<(?:script|link|img|iframe)\b[^>]+\b(?:src|href)=[\"']?(?:https?:)?//[^>]*>"
+    found = re.findall(tag + r"|url\([\"']?(?:https?:)?//[^)]*\)", text)
+    return next((one for one in found if not re.search(r"rel=[\"']?canonical", one)), None)
 
 
 # --- verbs
