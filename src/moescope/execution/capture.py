@@ -55,7 +55,7 @@ def check_version(installed: str) -> None:
     if tuple(int(part) for part in installed.split(".")[:2] if part.isdigit()) < OLDEST_TRANSFORMERS:
         raise BadInput(
             f"transformers {installed}: its router_logits are probabilities; moescope needs "
-            "transformers 5.6 or newer"
+            "transformers 5.20 or newer"
         )
 
 
