@@ -4,10 +4,12 @@ import base64
 import gzip
 import json
 import re
+import shutil
 import subprocess
 import sys
 from dataclasses import replace
 
+import pyarrow.parquet as pq
 import pytest
 
 import moescope
@@ -287,3 +289,24 @@ def test_without_plotly_the_report_is_one_line_that_names_the_remedy(planted_run
     with pytest.raises(BadInput, match="the report needs plotly; install it with"):
         report(planted_run, out=tmp_path / "r.html")
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_run_from_before_chance_levels_were_recorded_names_none(planted_run, tmp_path):
+    older = tmp_path / "older"
+    shutil.copytree(planted_run.path, older)
+    for name in ("alignment_tests", "ambiguity"):
+        file = older / f"{name}.parquet"
+        table = pq.read_table(file)
+        levels = [column for column in table.column_names if "chance" in column]
+        assert levels
+        version = {"moescope.schema_version": str(SCHEMA_VERSION)}
+        pq.write_table(table.drop_columns(levels).replace_schema_metadata(version), file)
+    html = report(older).read_text(encoding="utf-8")
+    data = page_data(html)
+    del data["guide"]
+    packed = payloads(html)
+    said = [data, *(packed[name] for name in packed if name not in ("glossary", "summary0-info"))]
+    assert not re.findall(r"[^\"]*(?:undefined|\bnan\b)[^\"]*", json.dumps(said))
+    (accuracy,) = [key for key in data["runs"][0]["key_numbers"] if "accuracy" in key["name"]]
+    assert accuracy["chance"] is None
+    assert accuracy["word"] != "at chance"

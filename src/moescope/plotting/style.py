@@ -398,6 +398,11 @@ def number(value: float) -> str:
     return f"{value:.3g}" if abs(value) < 1000 else f"{value:,.0f}"
 
 
+def chance_words(level: float, name: str = "chance") -> str:
+    """ " (chance: 0.125)"; empty where the level was not recorded, as in older runs."""
+    return f" ({name}: {number(level)})" if math.isfinite(level) else ""
+
+
 def byte_size(count: float) -> str:
     """ "830 bytes", "1.2 kB", "3.4 GB"."""
     for unit, name in ((1e9, "GB"), (1e6, "MB"), (1e3, "kB")):

@@ -16,6 +16,7 @@ from moescope.plotting.style import (
     base_layout,
     capital,
     category_style,
+    chance_words,
     counted,
     grey_line,
     layer_axis,
@@ -204,7 +205,7 @@ def absolute_ambiguity_by_layer(tables: Tables) -> Figure:
     return Figure(
         "absolute_ambiguity_by_layer",
         "Absolute ambiguity at k*",
-        f"{caption} (a layer at chance: {number(chance.mean())}).",
+        f"{caption}{chance_words(chance.mean(), 'a layer at chance')}.",
         ("absolute_score", "ambiguity_score"),
         data,
         base_layout("layer", "score", xaxis=layer_axis(frame["layer"]), yaxis={"range": [0, 1.04]}),
@@ -216,8 +217,7 @@ def accuracy_and_margin_by_layer(tables: Tables) -> Figure:
     frame = tables["ambiguity"].sort_values("layer")
     layers = frame["layer"].to_numpy()
     perfect = sorted(frame.loc[frame["argmax_accuracy"] >= 1 - 1e-9, "layer"])
-    level = frame["accuracy_chance"].mean()  # unknown in older runs
-    chance = "" if pd.isna(level) else f" (accuracy at chance: {number(level)})"
+    chance = chance_words(frame["accuracy_chance"].mean(), "accuracy at chance")
     hover = "layer %{x}, k* %{customdata}<br>accuracy %{y:.3g}"
     k_star = frame["k_star"].astype(float).tolist()
     data = [

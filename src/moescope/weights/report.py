@@ -7,7 +7,7 @@ from typing import Any
 
 import pandas as pd
 
-from moescope.plotting.style import counted, listed, number
+from moescope.plotting.style import chance_words, counted, listed, number
 from moescope.reporting.pack import plain_table, table_payload
 from moescope.reporting.page import run_names
 from moescope.reporting.untrusted import plot_words
@@ -156,7 +156,7 @@ def key_numbers(view: View) -> list[KeyNumber]:
                 "Median best argmax accuracy",
                 accuracy,
                 chance,
-                word=word if accuracy > chance else "at chance",
+                word="at chance" if accuracy <= chance else word,  # older runs have no chance level
                 most=1.0,
             ),
             KeyNumber(
@@ -395,8 +395,8 @@ def pairing_parts(view: View, layer: int, tables: Tables) -> Parts:
         line = f"fits in another order at k = {order['k']}, p ≤ {number(order['p'])}"
     else:
         line = (
-            f"best accuracy {number(test['best_accuracy'])} at k = {test['best_k']} "
-            f"(chance: {number(test['chance_accuracy'])}), p = {number(test['p_accuracy'])}"
+            f"best accuracy {number(test['best_accuracy'])} at k = {test['best_k']}"
+            f"{chance_words(test['chance_accuracy'])}, p = {number(test['p_accuracy'])}"
         )
     shown = [
         table_payload(
@@ -416,10 +416,11 @@ def verdict_words(view: View, layer: int, test: dict[str, Any], tables: Tables) 
     """The identification verdict of one layer in words, with the chance level of every number."""
     n, facts = view.n_experts(layer), view.facts(layer)
     pairings = f"{'all' if test['exact'] else 'sampled'} {test['n_pairings']:,} pairings"
+    chance = chance_words(test["chance_accuracy"], "random pairings, each at its best k")
     words = [
         f"Layer {layer} {VERDICT_WORDS[shown_verdict(test['verdict'], n)][0]}. Best argmax accuracy: "
-        f"{number(test['best_accuracy'])} at k = {test['best_k']} (random pairings, each at its best k: "
-        f"{number(test['chance_accuracy'])}); p = {number(test['p_accuracy'])}.",
+        f"{number(test['best_accuracy'])} at k = {test['best_k']}{chance}; "
+        f"p = {number(test['p_accuracy'])}.",
         f"Mean alignment over all k: p = {number(test['p_value'])} against {pairings} "
         f"(q = {number(test['q_value'])} over the layers scanned); lower tail p = {number(test['p_lower'])}.",
     ]

@@ -11,7 +11,7 @@ import pandas as pd
 from scipy.special import bdtrc
 
 from moescope.errors import BadInput
-from moescope.plotting.style import capital, counted, from_to, listed, named_layers, number
+from moescope.plotting.style import capital, chance_words, counted, from_to, listed, named_layers, number
 from moescope.run import Run
 from moescope.spectral.alignment import TIE
 from moescope.spectral.decompose import random_rank
@@ -400,9 +400,10 @@ def ambiguity_finding(view: View) -> list[str]:
         return []
     others = sorted(set(table["layer"]) - set(ranked["layer"]))
     rest = f" Not ranked, since they do not beat chance: {named_layers(others)}." if others else ""
-    chance = f"a layer at chance: {number(table['absolute_chance'].mean())}"
+    level = table["absolute_chance"].mean()
     if ranked.empty:
-        text = f"Ambiguity: no layer is ranked, none beats chance (absolute score of {chance})."
+        chance = chance_words(level, "absolute score of a layer at chance")
+        text = f"Ambiguity: no layer is ranked, none beats chance{chance}."
         return [Finding(text, figure="absolute_ambiguity_by_layer")]
     named = [
         f"layer {row.layer} ({number(row.absolute_score)}"
@@ -410,7 +411,8 @@ def ambiguity_finding(view: View) -> list[str]:
         + ")"
         for row in ranked.head(NAMED_AT_MOST).itertuples()
     ]
-    text = f"Ambiguity, absolute score: highest in {', '.join(named)} ({chance}).{rest}"
+    chance = chance_words(level, "a layer at chance")
+    text = f"Ambiguity, absolute score: highest in {', '.join(named)}{chance}.{rest}"
     return [Finding(text, figure="absolute_ambiguity_by_layer", layer=int(ranked["layer"].iloc[0]))]
 
 
