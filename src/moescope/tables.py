@@ -89,6 +89,11 @@ class Table:
     def column(self, name: str) -> Column:
         return self.meanings[self.key(name)]
 
+    def label(self, name: str) -> str:
+        """Return a column, or a term in its rows, in words."""
+        column = self.terms.get(name) or self.meanings.get(self.key(name))
+        return (column and column.title) or name.replace("_", " ")
+
     @property
     def glossary(self) -> dict[str, Column]:
         """Glossary key -> meaning, of its columns and of the terms in its rows."""

@@ -47,6 +47,7 @@ class Slider:
     per_value: int = 1
     captions: list[str] = field(default_factory=list)  # the figure's caption at each value
     orders: list[list[str]] = field(default_factory=list)  # another order of the categories per value
+    domain_captions: dict[str, list[str]] = field(default_factory=dict)  # those of a selected domain
 
 
 @dataclass(frozen=True)
@@ -215,6 +216,7 @@ class Strip:
     title: str
     frame: pd.DataFrame
     view: str = ""
+    measure: str = ""  # of the map, which it stands beside first
 
 
 @dataclass(frozen=True)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import numpy as np
 import pandas as pd
 import pytest
@@ -58,6 +60,19 @@ def test_tile_and_figure_name_the_same_largest_change(compared):
     both = compared[1]
     tile = next(key for key in both.verb.summary(both).key_numbers if key.name.startswith("Largest"))
     (bars,) = both.draw("largest_changes").data
-    table, _, column = bars["y"][-1].partition(": ")
-    assert tile.name == f"Largest change: {table}, {column}"
+    assert tile.name == f"Largest change: {bars['y'][-1]}"
     assert tile.value == pytest.approx(max(bars["x"]))
+
+
+def test_two_traces_are_compared_in_the_words_of_the_metric_catalogue(compared):
+    both = compared[1]
+    shown = {change["column"]: change["label"] for change in both.info["changes"]}
+    assert shown["cv"] == "CV"
+    assert shown["max_over_mean"] == "max/mean"
+    summary = both.verb.summary(both)
+    words = [
+        *summary.findings,
+        *(key.name for key in summary.key_numbers),
+        *both.draw("largest_changes").data[0]["y"],
+    ]
+    assert not [text for text in words if re.search(r"[a-z]_[a-z]", text)]

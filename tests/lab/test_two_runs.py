@@ -113,6 +113,41 @@ def test_the_map_shows_the_ratio_of_loads(page, two, trained_run: Run):
     np.testing.assert_allclose(shown, times[0] / times[1], rtol=2e-3)
 
 
+def test_strips_of_a_difference_show_the_difference(page, two, trained_run: Run):
+    page.locator("select[aria-label='Colour of the map']").select_option("load")
+    expect(page.locator(".map h2")).to_have_text("Load per expert: change")
+    strip = page.evaluate("M.map.layout().strips[0]")
+    values = []
+    for run in (trained_run, two[1]):
+        rows = run.parts["trace"].table("routing_layers").query("metric == 'cv' and domain == ''")
+        values.append(rows[rows["step"] == rows["step"].max()].set_index("layer")["value"])
+    assert strip["value"] == pytest.approx((values[0] - values[1])[strip["layer"]].tolist(), rel=1e-4)
+    assert strip.get("chance") is None
+    expect(page.locator(".map .legend")).to_contain_text(f"where {trained_run.name} has more")
+
+
+def test_a_figure_of_two_runs_has_a_line_of_caption_each_and_ticks_over_both(page, two, trained_run: Run):
+    page.locator("#tabs a[data-tab=routing]").click()
+    figure = bring(page, "cv_by_layer")
+    lines = figure.locator(".caption").text_content().split("\n")
+    assert [line.split(":")[0] for line in lines] == [trained_run.name, f"{two[1].name} (dotted)"]
+    ends = figure.locator(".plot").evaluate(
+        "plot => [plot.data.flatMap((trace) => Array.from(trace.y)), Array.from(plot.layout.yaxis.tickvals)]"
+    )
+    values, ticks = (np.array(part, float) for part in ends)
+    assert ticks.min() <= 2.5 * np.nanmin(values)
+    assert ticks.max() >= np.nanmax(values) / 2.5
+    grey = "plot => plot.data.filter((trace) => trace.marker?.color === '#8A9099').map((trace) => trace.name)"
+    assert bring(page, "purity_bars").locator(".plot").evaluate(grey) == ["permuted labels"]
+
+
+def test_what_cannot_show_two_runs_says_whose_it_is(page, trained_run: Run):
+    page.locator("#tabs a[data-tab=routing]").click()
+    caption = bring(page, "usage_by_expert").locator(".caption")
+    expect(caption).to_contain_text(f"{trained_run.name} alone.")
+    expect(page.locator("#tab-routing .table-head h3").first).to_contain_text(trained_run.name)
+
+
 def test_another_run_is_selected_with_its_parts(page, two):
     page.locator("#top select[data-state=run]").select_option("1")
     page.locator("#top select[data-state=vs]").select_option("none")
@@ -170,7 +205,8 @@ def test_runs_of_several_verbs_are_paired_verb_by_verb(browser, two, trained_run
     report(*pairs[0], *reversed(pairs[1]), out=tmp_path / "four.html")  # the second pair in another order
     page = browser.new_page(viewport={"width": 1400, "height": 900})
     page.goto((tmp_path / "four.html").as_uri())
-    expect(page.locator("canvas")).to_be_visible()
+    expect(page.locator("canvas")).to_be_in_viewport(ratio=1)
+    assert page.evaluate("document.documentElement.scrollHeight") <= 900
     for run, name in enumerate((trained_run.name, two[1].name)):
         page.locator("#top select[data-state=run]").select_option(str(run))
         sides = page.evaluate(

@@ -8,6 +8,7 @@ import pandas as pd
 import pytest
 
 from moescope.reporting.pack import plain, plain_table, script_json, table_payload, typed_array
+from moescope.routing.tables import TRACE_TABLES
 from moescope.weights.tables import TABLES
 
 
@@ -64,3 +65,12 @@ def test_many_numbers_are_rounded_as_each_alone_is_written():
     values = [*values.tolist(), 0.0, -0.0, 0.1, 999999.5, 123456.5, 1e-300, 5e-324, 1e300]
     assert plain(values) == [float(f"{value:.6g}") for value in values]
     assert plain([*values, float("nan"), float("inf")])[-2:] == [None, None]
+
+
+def test_names_of_metrics_are_shown_in_words_and_saved_as_they_are():
+    frame = pd.DataFrame({"metric": ["gate_weight_cv", "load_entropy_share"], "value": [0.5, 0.9]})
+    table = table_payload(TRACE_TABLES["routing_layers"], frame, ["metric", "value"], "Every metric")
+    assert [row[0] for row in table["rows"]] == ["gate_weight_cv", "load_entropy_share"]
+    words = table["columns"][0]["terms"]
+    assert words["gate_weight_cv"] == "CV of gate weight"
+    assert not [name for name in words.values() if "_" in name]

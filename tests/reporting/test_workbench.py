@@ -77,6 +77,8 @@ def test_the_drawer_moves_nothing_and_closing_it_clears_what_it_selected(opened)
     click_cell(page, 1, 2, 2, 4)
     expect(page.locator("#drawer h2")).to_have_text("L1 · E2")
     assert boxes(page) == before
+    edge = page.locator("#drawer").bounding_box()["x"]
+    assert all(x + width <= edge for x, _, width, _ in boxes(page)[:-1])  # it covers the findings only
     page.keyboard.press("Escape")
     expect(page.locator("#drawer")).to_be_hidden()
     assert boxes(page) == before
@@ -161,9 +163,9 @@ def test_without_a_selected_layer_every_slider_starts_at_the_first_and_a_section
     scroll_through(page)
     sliders = page.locator("#tab-routing .controls label:has-text('layer') output:visible")
     assert sliders.count() >= 3
-    assert set(sliders.all_text_contents()) == {"0"}
+    assert set(sliders.all_text_contents()) == {"0", "mean"}  # that of checkpoints starts with all layers
     marked = page.evaluate(LAYERS_SHOWN)
-    assert all(layers in ([], [0]) for _, layers in marked)
+    assert all(layers in ([], [0]) for name, layers in marked if name != "consistency_matrix")
     layer = page.locator("section[data-section=layer-0]:visible")
     expect(layer.locator(".hint")).to_be_visible()
     page.locator("#top select[data-state=layer]").select_option("0")
@@ -202,6 +204,16 @@ def test_domain_and_phase_are_selected_once_and_obeyed_everywhere(opened, traced
     expect(slot.locator(".plot.drawn")).to_be_visible()
     marks = "plot => plot.layout.shapes.filter((shape) => shape.name === 'selected domain').length"
     assert slot.locator(".plot").evaluate(marks) == 1
+    first = lifts[lifts["layer"] == 0]
+    top = first.loc[first["affinity"].idxmax()]
+    words = f"plain uses expert {top['expert']} {top['affinity']:.3g} times"
+    expect(slot.locator(".caption")).to_contain_text(words)
+    table = page.locator("#tab-routing section[data-section=domains]:visible details.table-block")
+    table.locator("summary").click()
+    heads = table.locator("th").all_text_contents()
+    cells = table.locator(f"tbody tr:visible td:nth-child({heads.index('domain') + 1})").all_text_contents()
+    assert set(cells) == {"plain"}
+    assert len(cells) == len(lifts)
     page.locator("#top select[data-state=phase]").select_option("decode")
     page.locator("#top select[data-state=step]").select_option(label="100")
     again = opened("trace", page.evaluate("location.hash"))
@@ -217,6 +229,16 @@ def test_a_run_of_one_domain_and_phase_offers_neither(opened):
 
 
 # --- map
+
+
+def test_the_strips_beside_the_map_are_about_its_colour(opened):
+    page = opened("train", "#/overview?colour=alignment&vs=none")
+    strips = "M.map.layout().strips.map((strip) => strip.name)"
+    expect(page.locator("canvas")).to_be_visible()
+    assert page.evaluate(strips)[0] == "best_accuracy"
+    for colour, first in (("load", "cv"), ("domain_affinity", "domain_information")):
+        page.locator("select[aria-label='Colour of the map']").select_option(colour)
+        page.wait_for_function(f"M.map.shown().name === '{colour}' && {strips}[0] === '{first}'")
 
 
 def shown_orders(page):

@@ -128,6 +128,10 @@ def test_a_line_draws_the_tables_numbers_with_chance_and_collapse_in_grey(tables
     grey = {trace["name"]: trace for trace in figure.data if trace["line"]["color"] == GREY}
     np.testing.assert_array_equal(grey["random routing"]["y"], rows["chance"])
     np.testing.assert_array_equal(grey["collapse"]["y"], rows["collapse"])
+    weighted = {trace["name"]: trace for trace in figure.data if "by gate weight" in trace["name"]}
+    level = weighted["random routing, by gate weight"]
+    np.testing.assert_array_equal(level["y"], values_of(tables, "gate_weight_cv")["chance"])
+    assert level["line"]["color"] == weighted["by gate weight"]["line"]["color"]
 
 
 def test_the_number_of_tokens_is_a_column(tables, traced_run):

@@ -48,6 +48,7 @@ def column_changes(
         record: dict[str, Any] = {
             "table": table.name,
             "column": metric or column,
+            "label": table.label(metric or column),
             "rows": len(known),
             "only_a": len(a) - len(both),
             "only_b": len(b) - len(both),

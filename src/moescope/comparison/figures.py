@@ -451,13 +451,12 @@ def largest_changes(tables: Tables) -> Figure:
     """Largest change of each column between two runs, in units of its spread over rows."""
     rows = tables["changes"]
     rows = rows[np.isfinite(rows["spreads"].astype(float))].head(MOST_COLUMNS).iloc[::-1]
-    names = [f"{row.table}: {row.column}" for row in rows.itertuples()]
     data: list[Trace] = [
         {
             "type": "bar",
             "orientation": "h",
             "x": rows["spreads"].to_numpy(float),
-            "y": names,
+            "y": rows["name"].tolist(),
             "customdata": rows["where"].tolist(),
             "marker": {"color": CATEGORICAL[0]},
             "hovertemplate": "%{y}<br>%{x:.3g} spreads at %{customdata}<extra></extra>",
@@ -467,7 +466,7 @@ def largest_changes(tables: Tables) -> Figure:
     if len(rows):
         top = rows.iloc[-1]
         caption = (
-            f"Most: {top['column']} of {top['table']}, {number(top['spreads'])} spreads at {top['where']} "
+            f"Most: {top['name']}, {number(top['spreads'])} spreads at {top['where']} "
             "(0: unchanged; 1: as much as rows differ)."
         )
     layout = base_layout("largest change / spread", "", showlegend=False, yaxis={"automargin": True})

@@ -23,7 +23,7 @@ from moescope.comparison.figures import (
     unmatched,
 )
 from moescope.comparison.tables import AGREEMENT, TABLES
-from moescope.plotting.style import counted, number, span
+from moescope.plotting.style import capital, counted, number, span
 from moescope.reporting.joint import series_of_runs
 from moescope.reporting.pack import plain, plain_table, table_payload
 from moescope.reporting.untrusted import plot_words
@@ -84,7 +84,7 @@ def summary(run: Run) -> Summary:
         keys = [KeyNumber("Columns changed", changed, unit=unit, most=max(len(changes), 1))]
         if (largest := ranked(changes)) and np.isfinite(in_spreads(largest[0])):
             top = largest[0]
-            name = f"Largest change: {top['table']}, {top['column']}"
+            name = f"Largest change: {label_of(top)}"
             keys.append(KeyNumber(name, in_spreads(top), unit="× spread over rows", word=place_of(top)))
         agreed_keys, agreed = agreement_summary(run)
         leading_keys, leading = leading_changes(changes)
@@ -417,6 +417,12 @@ def compared_columns(run: Run) -> list[dict[str, Any]]:
     return [change for change in run.info["changes"] if change["rows"]]
 
 
+def label_of(change: dict[str, Any]) -> str:
+    """ "CV of gate weight (routing layers)"; runs from before labels were stored: from the names."""
+    label = change.get("label") or change["column"].replace("_", " ")
+    return f"{label} ({change['table'].replace('_', ' ')})"
+
+
 def leading_changes(changes: list[dict[str, Any]]) -> tuple[list[KeyNumber], list[str]]:
     """The means of two traces' main metrics over the rows that both have."""
     metrics = {change["column"]: change for change in changes if change["table"] == "routing_layers"}
@@ -441,13 +447,13 @@ def change_findings(changes: list[dict[str, Any]]) -> list[str]:
     findings: list[str] = [Finding(text, section="changes")]
     words = [change for change in changes if "largest" not in change and change["changed"]]
     sentences = [
-        f"{change['table']}, {change['column']}: largest change at {place_of(change)}, {number(change['a'])} "
+        f"{capital(label_of(change))}: largest change at {place_of(change)}, {number(change['a'])} "
         f"to {number(change['b'])}; median change {number(change['median'])}, spread over rows "
         f"{number(change['spread'])}."
         for change in ranked(changes)[:NAMED_COLUMNS]
     ]
     sentences += [
-        f"{change['table']}, {change['column']}: {change['changed']:,} of {counted(change['rows'], 'row')} "
+        f"{capital(label_of(change))}: {change['changed']:,} of {counted(change['rows'], 'row')} "
         f"differ, such as {place_of(change)}: “{change['a']}” to “{change['b']}”."
         for change in words[:NAMED_COLUMNS]
     ]
@@ -468,7 +474,7 @@ def change_rows(run: Run) -> pd.DataFrame:
     """The numeric columns that changed, with where and by how many spreads."""
     return pd.DataFrame(
         [
-            {**change, "spreads": in_spreads(change), "where": place_of(change)}
+            {**change, "name": label_of(change), "spreads": in_spreads(change), "where": place_of(change)}
             for change in ranked(compared_columns(run))
         ]
     )
@@ -527,8 +533,7 @@ def agreement_sections(run: Run) -> list[Section]:
 
 def change_section(changes: list[dict[str, Any]]) -> Section:
     heads = [
-        ("table", "table", "text"),
-        ("column", "column", "text"),
+        ("column", "column (table)", "text"),
         ("rows", "rows", "int"),
         ("changed", "differ", "int"),
         ("where", "largest at", "text"),
@@ -540,7 +545,8 @@ def change_section(changes: list[dict[str, Any]]) -> Section:
     ]
     rows = [
         [
-            *(change[name] for name in ("table", "column", "rows", "changed")),
+            label_of(change),
+            *(change[name] for name in ("rows", "changed")),
             place_of(change) if "where" in change else "",
             *(shown_value(change.get(role)) for role in "ab"),
             *(change.get(name) for name in ("median", "spread")),

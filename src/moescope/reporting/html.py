@@ -17,6 +17,7 @@ SCRIPTS = (
     "versus",
     "figures",
     "sections",
+    "strips",
     "map",
     "experts",
     "text",

@@ -84,18 +84,20 @@ def figure_payload(figure: Figure, wide: bool = False) -> dict[str, Any]:
             "per": slider.per_value,
             "orders": slider.orders,
             "captions": slider.captions,
+            "domain_captions": slider.domain_captions,
         },
     }
 
 
 def table_payload(table: Table, frame: pd.DataFrame, columns: Sequence[str], title: str) -> dict[str, Any]:
-    """Return a table to show and to download; column heads link to the glossary."""
+    """Return a table to show and to download; heads and terms link to the glossary, terms are labelled."""
     heads = [
         {
             "name": name,
-            "title": table.column(name).title or name.replace("_", " "),
+            "title": table.label(name),
             "kind": table.column(name).kind,
             "entry": table.key(name),
+            **({"terms": {term: table.label(term) for term in table.terms}} if name == "metric" else {}),
         }
         for name in columns
     ]

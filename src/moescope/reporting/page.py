@@ -358,6 +358,7 @@ def strip_payload(strip: Strip) -> dict[str, Any]:
         "name": strip.name,
         "title": strip.title,
         "view": strip.view,
+        "measure": strip.measure,
         **{
             name: plain(frame[name].tolist())
             for name in ("layer", "value", "chance", "word")

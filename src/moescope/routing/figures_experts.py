@@ -129,6 +129,7 @@ def affinity_heatmap(tables: Tables) -> Figure:
     """Affinity P(i | d)/P(i) of every domain and expert, domains weighted equally, one layer at a time."""
     data: list[Trace] = []
     captions, layers, strongest = [], [], []
+    of_domain: dict[str, list[str]] = {str(name): [] for name in sorted(tables["domains"]["domain"].unique())}
     fold = ratio_range([tables["domains"]["affinity"].to_numpy(float)])
     for layer, rows in tables["domains"].groupby("layer", sort=True):
         grid = rows.pivot(index="domain", columns="expert", values="affinity")
@@ -139,21 +140,12 @@ def affinity_heatmap(tables: Tables) -> Figure:
         )
         layers.append(str(layer))
         # an expert with a handful of tokens is of one domain by chance: it is drawn, but not named
-        often = rows.groupby("expert")["tokens"].sum().reindex(grid.columns) >= NAMED_FROM * len(grid)
-        named = np.where(often.to_numpy(), values, np.nan)
-        if np.isfinite(named).any():
-            d, e = np.unravel_index(np.nanargmax(named), values.shape)
-            strongest.append(float(named[d, e]))
-            cell = (rows["domain"] == grid.index[d]) & (rows["expert"] == grid.columns[e])
-            low, high = rows.loc[cell, ["low", "high"]].iloc[0]
-            interval = ", no interval" if pd.isna(low) else f" [{number(low)}, {number(high)}]"
-            captions.append(
-                f"Layer {layer}: {grid.index[d]} uses expert {grid.columns[e]} {number(strongest[-1])} times "
-                f"as much as the average domain{interval} (chance 1, at most {len(grid)})."
-            )
-        else:
-            strongest.append(0.0)
-            captions.append(f"Layer {layer}: too few tokens to name an expert.")
+        often = rows.groupby("expert")["tokens"].sum() >= NAMED_FROM * len(grid)
+        named = rows[rows["expert"].map(often) & rows["affinity"].notna()]
+        strongest.append(float(named["affinity"].max()) if len(named) else 0.0)
+        captions.append(strongest_use(str(layer), named, len(grid)))
+        for domain, texts in of_domain.items():
+            texts.append(strongest_use(str(layer), named[named["domain"] == domain], len(grid)))
     start = int(np.argmax(strongest))
     yaxis = {"type": "category", "autorange": "reversed"}
     return Figure(
@@ -163,11 +155,23 @@ def affinity_heatmap(tables: Tables) -> Figure:
         ("affinity", "domains.low", "share", "domain_information"),
         data,
         base_layout("expert", "domain", xaxis=CATEGORIES, yaxis=yaxis),
-        Slider("layer", layers, start, captions=captions),
+        Slider("layer", layers, start, captions=captions, domain_captions=of_domain),
         min(200 + 34 * tables["domains"]["domain"].nunique(), 620),
         "P(i | d)/P(i), every domain weighted equally, on a scale of doublings. In brackets: 95 % interval "
         f"over documents; it needs {FEWEST_DOCUMENTS} documents per domain. The table `domains` has that of "
         "every cell; one of 20 misses 1 by chance.",
+    )
+
+
+def strongest_use(layer: str, rows: pd.DataFrame, domains: int) -> str:
+    """One sentence on the highest affinity among the rows."""
+    if rows.empty:
+        return f"Layer {layer}: too few tokens to name an expert."
+    top = rows.loc[rows["affinity"].idxmax()]
+    interval = ", no interval" if pd.isna(top["low"]) else f" [{number(top['low'])}, {number(top['high'])}]"
+    return (
+        f"Layer {layer}: {top['domain']} uses expert {top['expert']} {number(top['affinity'])} times as much "
+        f"as the average domain{interval} (chance 1, at most {domains})."
     )
 
 

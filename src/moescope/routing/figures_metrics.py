@@ -38,7 +38,14 @@ HEADINGS = {
 
 
 def metric_name(metric: str) -> str:
-    return "CV" if metric == "cv" else METRICS[metric].title or metric.replace("_", " ")
+    return METRICS[metric].title or metric.replace("_", " ")
+
+
+def short_name(metric: str) -> str:
+    """The metric's name in the legend of a figure that names what it is about."""
+    if metric.startswith("gate_weight_"):
+        return "by gate weight"
+    return metric_name(metric).removeprefix("specialisation ")
 
 
 def heading(metric: str) -> str:
@@ -124,6 +131,19 @@ def reference_lines(rows: pd.DataFrame, chance: str, collapse: bool = True) -> l
     return lines
 
 
+def in_colour(line: Trace, index: int, of: str) -> Trace:
+    """A reference line in the colour of the one line that it belongs to."""
+    color = category_style(index)["color"]
+    name = f"{line['name']}, {of}"
+    return {
+        **line,
+        "name": name,
+        "line": {**line["line"], "color": color},
+        "hovertemplate": f"{name}: %{{y:.4g}}<extra></extra>",
+        "meta": {"reference": True},
+    }
+
+
 def interval_words(rows: pd.DataFrame) -> tuple[str, str]:
     """(what a caption says on intervals: only where there is none, what the details say)."""
     if rows["low"].isna().all():
@@ -177,21 +197,14 @@ def by_layer(
         first = frames[metrics[0]]
         data = []
         for index, (metric, rows) in enumerate(frames.items()):
-            weighted = metric.startswith("gate_weight_")
-            short = "by gate weight" if weighted else metric_name(metric).removeprefix("specialisation ")
-            data += value_lines(rows, short, index)
-        drawn: list[np.ndarray] = []  # equal chance levels are drawn once, and one is named in the legend
-        for metric, rows in frames.items():
+            data += value_lines(rows, short_name(metric), index)
+        drawn: list[np.ndarray] = []  # equal chance levels are drawn once; another has its metric's colour
+        for index, (metric, rows) in enumerate(frames.items()):
             level = rows["chance"].to_numpy(float)
             if any(level.shape == a.shape and np.allclose(level, a, equal_nan=True) for a in drawn):
                 continue
             lines = reference_lines(rows, chance, draw_collapse and not drawn)
-            if drawn:
-                lines = [
-                    {**line, "name": f"{line['name']}, {metric_name(metric)}", "showlegend": False}
-                    for line in lines
-                ]
-            data += lines
+            data += [in_colour(line, index, short_name(metric)) for line in lines] if drawn else lines
             drawn.append(level)
         title = f"{heading(metrics[0])} by layer"
         caption = f"{heading(metrics[0])} {layer_range(first)}; {references(first, chance)}."

@@ -104,6 +104,7 @@ LOAD = [
         + "It uses products of different documents’ loads only: cv² = n Σᵢ (Tᵢ² − Σ_d x_di²)/(N² − Σ_d N_d²) "
         "− 1, 0 where that is negative. "
         + f"{SIMULATED}; 90 % where one expert of 64 has a fifth of the load.",
+        title="CV",
     ),
     load_metric(
         load_balance.max_violation,

@@ -32,7 +32,11 @@ from moescope.verb import LayerCards, Measure, Payload, Strip
 
 FAMILY_WISE = 0.05  # the share of maps of random routing with any cell beyond chance
 ROLE_TITLES = {"input": "Input tokens", "next": "Next tokens", "predicted": "Predicted tokens"}
-STRIPS = (("cv", "load CV"), ("routing_entropy", "routing entropy"), ("domain_information", "I(domain)"))
+STRIPS = (  # metric, title, measure that it is about
+    ("cv", "load CV", "load"),
+    ("routing_entropy", "routing entropy", ""),
+    ("domain_information", "I(domain)", "domain_affinity"),
+)
 
 
 def measures(run: Run) -> list[Measure]:
@@ -177,9 +181,9 @@ def coactivation_measure(view: View) -> Iterator[Measure]:
 def strips(run: Run) -> list[Strip]:
     found = []
     for view in routing_views(load_trace(run)):
-        for metric, title in STRIPS:
+        for metric, title, measure in STRIPS:
             if len(rows := values_of(view.tables, metric)):
-                found.append(Strip(metric, title, rows[["layer", "value", "chance"]], view.label))
+                found.append(Strip(metric, title, rows[["layer", "value", "chance"]], view.label, measure))
     return found
 
 

@@ -70,7 +70,7 @@ M.number = (value, digits = 3) => {
   if (size < 1e-3) {
     const [mantissa, power] = value.toExponential(1).split("e");
     const raised = power.replace("+", "").replace(/./g, (c) => "⁻⁰¹²³⁴⁵⁶⁷⁸⁹"["-0123456789".indexOf(c)]);
-    return `${mantissa.replace("-", "−")} × 10${raised}`;
+    return `${mantissa.replace("-", "−")}\u00a0×\u00a010${raised}`; // in one line
   }
   const words = size >= 1000 ? Math.round(value).toLocaleString("en-US")
     : value.toPrecision(digits).replace(/(\.\d*?)0+$/, "$1").replace(/\.$/, "");
@@ -170,12 +170,20 @@ M.number = (value, digits = 3) => {
       return M.make("th", { class: column.kind === "text" ? "text" : null, scope: "col" }, link);
     });
     const rows = table.rows.map((row) => M.make("tr", {}, ...row.map((value, index) => {
-      const { kind, name } = table.columns[index];
-      const content = name === "layer" && typeof value === "number"
-        ? M.make("a", { href: M.state.link({ layer: value }) }, String(value)) : cellText(value, kind);
+      const { kind, name, terms } = table.columns[index];
+      const content = name === "layer" && typeof value === "number" ? M.make("a", { href: M.state.link({ layer: value }) }, String(value))
+        : terms?.[value] ? M.make("a", { href: M.state.link({ tab: "methods", term: value }) }, terms[value]) : cellText(value, kind);
       return M.make("td", { class: kind === "text" ? "text" : null }, content);
     })));
-    const save = () => M.save(`moescope-${table.name}.csv`, M.csv(table.columns.map((c) => c.name), table.rows), "text/csv");
+    // of a selected domain its rows only, shown and saved, where the table has any
+    const domains = table.columns.findIndex((column) => column.name === "domain");
+    const kept = () => {
+      const mine = domains < 0 || M.selected.domain() === null ? [] : table.rows.filter((row) => row[domains] === M.selected.domain());
+      return mine.length ? mine : table.rows;
+    };
+    const filter = () => { const shown = new Set(kept()); rows.forEach((element, index) => { element.hidden = !shown.has(table.rows[index]); }); };
+    if (domains >= 0) { M.state.onChange(filter); filter(); }
+    const save = () => M.save(`moescope-${table.name}.csv`, M.csv(table.columns.map((c) => c.name), kept()), "text/csv");
     const scroll = M.make("div", { class: "scroll", tabindex: 0 },
       M.make("table", {}, M.make("thead", {}, M.make("tr", {}, ...heads)), M.make("tbody", {}, ...rows)));
     const button = M.make("button", { type: "button", class: "csv", onclick: save }, "CSV");

@@ -221,7 +221,6 @@ M.figures = (() => {
     const frame = make("figure", { "data-name": figure.name }, make("div", { class: "figure-head" }, make("h4", {}, figure.title), ask, menu(figure, div)), caption, box);
     if (figure.slider) {
       if (figure.slider.label === "layer") figure.slider.start = layerPlace(figure.slider.values);
-      if (figure.slider.captions.length) caption.textContent = figure.slider.captions[figure.slider.start];
       frame.append(slider(figure, div, caption));
       figure.data.forEach((trace, index) => { trace.visible = visibleTraces(figure, figure.slider.start)[index]; });
     }
@@ -231,28 +230,33 @@ M.figures = (() => {
     return frame;
   }
 
-  // A slider over layers is the page's selected layer, else the first; others are the figure's own.
-  const layerPlace = (values) => values.indexOf(String(M.selected.layer(values.map(Number))));
+  // A slider over layers is the page's selected layer, else the first value; others are the figure's own.
+  const layerPlace = (values) => Math.max(0, values.indexOf(String(M.state.get().layer)));
   function slider(figure, div, caption) {
-    const { label, values, start, orders, captions } = figure.slider;
+    const { label, values, start, orders, captions, domain_captions: ofDomain } = figure.slider;
     let position = start;
-    const output = make("output", {}, values[start]);
+    const output = make("output", {});
     const range = make("input", { type: "range", min: 0, max: values.length - 1, value: start, step: 1, "aria-label": label });
     const similar = make("input", { type: "checkbox" });
     const order = () => {
       const wanted = similar.checked ? orders[position] : null;
       return Object.fromEntries(["xaxis", "yaxis"].flatMap((axis) => [[`${axis}.categoryorder`, wanted ? "array" : "trace"], [`${axis}.categoryarray`, wanted || []]]));
     };
+    function say() {
+      output.textContent = values[position];
+      if (captions.length) caption.textContent = (ofDomain?.[M.selected.domain()] ?? captions)[position];
+    }
+    say();
     function move(to) {
       position = to;
       range.value = to;
-      output.textContent = values[to];
-      if (captions.length) caption.textContent = captions[to];
+      say();
       if (div.classList.contains("drawn")) window.Plotly.update(div, { visible: visibleTraces(figure, to) }, orders.length ? order() : {});
     }
     if (label === "layer") {
-      div.slide = () => { if (layerPlace(values) !== position) move(layerPlace(values)); };
-      range.addEventListener("input", () => { move(Number(range.value)); M.state.replace({ layer: Number(values[position]) }); });
+      div.slide = () => { if (layerPlace(values) !== position) move(layerPlace(values)); else say(); };
+      const chosen = () => (/^\d+$/.test(values[position]) ? values[position] : null); // "mean" is no layer
+      range.addEventListener("input", () => { move(Number(range.value)); M.state.replace({ layer: chosen() }); });
     } else range.addEventListener("input", () => move(Number(range.value)));
     similar.addEventListener("change", () => window.Plotly.relayout(div, order()));
     const controls = make("div", { class: "controls" });

@@ -2,7 +2,7 @@
 M.map = (() => {
   const { make } = M;
   const SEQUENTIAL = ["#440154", "#3b528b", "#21918c", "#5ec962", "#fde725"];
-  const LABEL = 44, STRIP = 96, GAP = 10, TOP = 4, AXIS = 22, SMALLEST = 9;
+  const LABEL = 44, TOP = 4, AXIS = 22, BELOW = 90, SMALLEST = 9;
   let data = null, geometry = null, cursor = null;
   let canvas, tip, title, caption, legend, colour, sort, beyond, unknown, frame;
 
@@ -79,12 +79,13 @@ M.map = (() => {
     const room = Math.floor(frame.getBoundingClientRect().width);
     // strips as long as they leave half of the room, and 6 px per expert, to the map; none where it scrolls
     const smallest = room < 700 ? SMALLEST : 2;
-    const strips = data.strips.filter((strip) => M.selected.matches(strip)).slice(0, 3)
-      .filter((_, i) => room - LABEL - (i + 1) * (STRIP + GAP) >= Math.max(room / 2, Math.max(6, smallest) * measure.experts));
+    const strips = M.strips.shown(data.strips, measure, Boolean(other(measure)))
+      .filter((_, i) => room - LABEL - M.strips.span(i + 1) >= Math.max(room / 2, Math.max(6, smallest) * measure.experts));
     const width = Math.max(room, LABEL + measure.experts * smallest);
     const rows = measure.layers.length;
-    const cellHeight = Math.max(7, Math.min(34, Math.floor(Math.max(window.innerHeight - 430, 300) / rows)));
-    const right = strips.length * (STRIP + GAP);
+    const above = frame.getBoundingClientRect().top + window.scrollY;
+    const cellHeight = Math.max(7, Math.min(34, Math.floor(Math.max(window.innerHeight - above - BELOW, 300) / rows)));
+    const right = M.strips.span(strips.length);
     const cellWidth = (width - LABEL - right) / measure.experts;
     const height = TOP + rows * cellHeight + AXIS;
     const dense = window.devicePixelRatio || 1;
@@ -106,7 +107,7 @@ M.map = (() => {
       pen.textBaseline = "middle";
       if (row % every === 0 || layer === M.state.get().layer) pen.fillText(String(layer), LABEL - 8, y + cellHeight / 2);
       geometry.orders[row].forEach((expert, column) => drawCell(pen, measure, scale, row, expert, LABEL + column * cellWidth, y));
-      drawStrips(pen, strips, layer, y);
+      M.strips.draw(pen, strips, layer, y, width, cellHeight);
     });
     drawAxis(pen, measure, height, soft);
     drawSelection(pen, ink, accent);
@@ -137,22 +138,6 @@ M.map = (() => {
       pen.stroke();
     }
   }
-  function drawStrips(pen, strips, layer, y) {
-    const { width, cellHeight } = geometry;
-    strips.forEach((strip, index) => {
-      const x = width - (strips.length - index) * (STRIP + GAP) + GAP + 8;
-      const at = strip.layer.indexOf(layer);
-      if (at < 0) return;
-      const top = Math.max(...strip.value, ...(strip.chance ?? []).filter((value) => value !== null), 1e-12);
-      const long = (value) => Math.max(0, (value / top) * (STRIP - 10));
-      pen.fillStyle = M.theme.color("--bar");
-      pen.fillRect(x, y + cellHeight * 0.22, long(strip.value[at]), Math.max(2, cellHeight * 0.5));
-      if (strip.chance?.[at] !== null && strip.chance?.[at] !== undefined) {
-        pen.fillStyle = M.theme.color("--ink");
-        pen.fillRect(x + long(strip.chance[at]), y + 1, 1.5, cellHeight - 3);
-      }
-    });
-  }
   function drawAxis(pen, measure, height, soft) {
     pen.fillStyle = soft;
     pen.textBaseline = "alphabetic";
@@ -161,7 +146,7 @@ M.map = (() => {
     if (sorted() === "number") for (let expert = 0; expert < measure.experts; expert += step) pen.fillText(String(expert), LABEL + (expert + 0.5) * geometry.cellWidth, height - 7);
     else pen.fillText({ value: "experts of each layer, highest first", load: "experts of each layer, most load first", cluster: "experts of each layer, related ones side by side" }[sorted()], LABEL + (measure.experts * geometry.cellWidth) / 2, height - 7);
     pen.textAlign = "left";
-    geometry.strips.forEach((strip, index) => pen.fillText(strip.title, geometry.width - (geometry.strips.length - index) * (STRIP + GAP) + GAP + 8, height - 7));
+    M.strips.drawTitles(pen, geometry.strips, geometry.width, height - 7);
   }
   function drawSelection(pen, ink, accent) {
     const { layer, expert } = M.state.get();
@@ -180,7 +165,7 @@ M.map = (() => {
     const bar = make("span", { class: "gradient", style: `background:linear-gradient(90deg,${scale.stops.join(",")})` });
     const ends = [scale.low, scale.high].map((value) => M.number(value));
     legend.replaceChildren(make("span", {}, ends[0]), bar, make("span", {}, `${ends[1]} ${measure.unit}`),
-      geometry.strips.length ? make("span", { class: "right" }, "right: value per layer (bar), chance level (tick)") : "");
+      geometry.strips.length ? make("span", { class: "right" }, M.strips.legend(geometry.strips)) : "");
   }
 
   // ---- pointing
@@ -195,15 +180,7 @@ M.map = (() => {
   function words({ row, column }) {
     const { measure, orders } = geometry;
     const layer = measure.layers[row];
-    if (column === null) {
-      const at = (strip) => strip.layer.indexOf(layer);
-      const lines = geometry.strips.filter((strip) => at(strip) >= 0).map((strip) => {
-        const chance = strip.chance?.[at(strip)];
-        const word = strip.word?.[at(strip)];
-        return `${strip.title} ${M.number(strip.value[at(strip)])}${chance === null || chance === undefined ? "" : ` (chance ${M.number(chance)})`}${word ? ", " + word : ""}`;
-      });
-      return [`Layer ${layer}`, ...lines];
-    }
+    if (column === null) return [`Layer ${layer}`, ...M.strips.words(geometry.strips, layer)];
     const expert = orders[row][column];
     const at = (name) => measure[name]?.[row][expert];
     const lines = [`Layer ${layer}, expert ${expert}`, `${measure.title}: ${M.number(at("value"))} ${measure.unit}`];
@@ -298,7 +275,7 @@ M.map = (() => {
   }
   window.addEventListener("resize", refresh); M.theme.changed(refresh);
   M.state.onChange(refresh);
-  const layout = () => ({ left: LABEL, top: TOP, cellWidth: geometry.cellWidth, cellHeight: geometry.cellHeight, rows: geometry.measure.layers.length, columns: geometry.measure.experts, orders: geometry.orders });
+  const layout = () => ({ left: LABEL, top: TOP, cellWidth: geometry.cellWidth, cellHeight: geometry.cellHeight, rows: geometry.measure.layers.length, columns: geometry.measure.experts, orders: geometry.orders, strips: geometry.strips });
   // number of experts of a layer
   const experts = (layer) => Math.max(...candidates().map((measure) => (measure.value[measure.layers.indexOf(layer)] ?? []).findLastIndex((cell) => cell !== null) + 1), 0);
   return { element, refresh, reveal, ready, candidates, layout, shown, experts };

@@ -112,7 +112,7 @@ M.overview = (() => {
     const below = make("div", { class: "below-map" }, ...tabs[0].sections.map((entry) => M.sections.element(entry)));
     const charts = tabs[0].sections.some((entry) => entry.figures?.length);
     const place = make("div", { class: "map-place" + (charts && !map.hidden ? " with-charts" : "") }, map, below);
-    panel.append(cards, make("div", { class: "overview-row" }, place, list));
+    panel.append(make("div", { class: "overview-row" }, make("div", {}, cards, place), list));
     panel.below = below;
     fill();
     M.state.onChange(fill);

@@ -23,7 +23,7 @@ M.sections = (() => {
   function figureSlot(entry, section) {
     return later({ class: "figure-slot" + (entry.wide ? " wide" : ""), "data-figure": entry.name }, async (slot) => {
       const figure = entry.payload ? await M.payload(entry.payload) : entry;
-      slot.replaceChildren(M.figures.element(M.versus.together(structuredClone(figure), await M.versus.counterpart(entry, section))));
+      slot.replaceChildren(M.figures.element(M.versus.together(structuredClone(figure), await M.versus.counterpart(entry, section), section)));
     });
   }
   function factsTable(facts) {
@@ -42,7 +42,7 @@ M.sections = (() => {
       body.append(later({ class: "widget-slot", "data-widget": name }, async (slot) => M.widgets[name](slot, typeof payload === "string" ? await M.payload(payload) : payload)));
     }
     for (const table of content.tables) {
-      const titled = table.title === content.title ? { title: "" } : {};
+      const titled = { title: [table.title === content.title ? "" : table.title, M.versus.whose(section)].filter(Boolean).join(", ") };
       const fillTable = async (slot) => slot.append(M.tableElement({ ...(table.payload ? await M.payload(table.payload) : table), ...titled }, content.figures.length > 0));
       body.append(later({ class: "table-slot" }, fillTable));
     }
