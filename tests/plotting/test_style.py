@@ -79,3 +79,17 @@ def test_a_map_of_differences_diverges_from_its_reference_at_zero(low, reference
     figure = Figure("f", "t", "c", (), [*lines, level], base_layout("k", "difference"))
     (trace,) = lines_or_map(figure).data
     assert ((trace.get("zmin"), trace.get("zmax")) == (-1, 1)) is middle
+
+
+def test_a_ceiling_does_not_stretch_the_scale_of_a_map():
+    lines = [
+        {"mode": "lines", "meta": {"layer": layer}, "x": [1, 2], "y": [-0.2, 0.4]} for layer in range(13)
+    ]
+    levels = [
+        {"mode": "lines", "name": name, "x": [1, 2], "y": [value] * 2}
+        for name, value in (("ceiling", 11.0), ("chance", 0.0))
+    ]
+    figure = Figure("f", "t", "c", (), [*lines, *levels], base_layout("k", "mean z"))
+    (trace,) = lines_or_map(figure).data
+    assert (trace["zmin"], trace["zmax"]) == (-0.4, 0.4)
+    assert trace["z"].max() == 11

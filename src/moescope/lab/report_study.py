@@ -277,7 +277,8 @@ def target_findings(runs: pd.DataFrame) -> list[str]:
     if cv.empty:
         return []
     return [
-        f"Sweep: {int((cv < TARGET_CV).sum())} of {counted(len(cv), 'setting')} end with a load CV below the "
+        f"Sweep: {int((cv < TARGET_CV).sum())} of {counted(len(cv), 'setting')} "
+        f"{'ends' if len(cv) == 1 else 'end'} with a load CV below the "
         f"target {TARGET_CV}; lowest {number(cv.min())} ({cv.idxmin()})."
     ]
 

@@ -155,8 +155,9 @@ def layer_lines(
 def lines_or_map(figure: Figure) -> Figure:
     """Return a figure with one line per layer as it is, or as a layer x value map if there are many layers.
 
-    The map has a row per layer and, below them, one per reference line. Values on both sides of a reference
-    at zero are differences, whose colours diverge from it.
+    The map has a row per layer and, below them, one per reference line. Its scale is that of the layers: a
+    ceiling far above would leave them one colour. Values on both sides of a reference at zero are
+    differences, whose colours diverge from it.
     """
     lines = [trace for trace in figure.data if "meta" in trace]
     if len(lines) <= LINES_UP_TO:
@@ -170,14 +171,19 @@ def lines_or_map(figure: Figure) -> Figure:
             name = str(trace["meta"]["layer"]) if "meta" in trace else trace["name"]
             rows[name] = np.interp(columns, x[order], y[order], left=np.nan, right=np.nan)
     values = np.array(list(rows.values()))
-    differences = not values[len(lines) :].any() and len(values) > len(lines) and np.nanmin(values) < 0
+    own, levels = values[: len(lines)], values[len(lines) :]
+    low, high = (float(end(own)) for end in (np.nanmin, np.nanmax))
+    differences = low < 0 and any(not level.any() for level in levels)
     label = figure.layout["yaxis"]["title"]["text"]
     x_label = figure.layout["xaxis"]["title"]["text"]
     trace = heatmap(
         values,
         [f"{x:,.0f}" if x == int(x) else number(x) for x in columns],
         list(rows),
-        diverging=bool(differences),
+        diverging=differences,
+        bound=max(-low, high) if differences else None,
+        low=low,
+        high=high,
         label=label,
         axes=(x_label, "layer"),
     )

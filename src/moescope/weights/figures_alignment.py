@@ -39,7 +39,7 @@ TAIL = 0.01
 IN_WORDS = {  # columns on an axis
     "align": "alignment",
     "z_vs_shuffle": "mean z",
-    "effect_over_random": "alignment above random direction",
+    "effect_over_random": "alignment above random",
     "delta_vs_shuffle": "alignment above average pair",
     "shuffle_mean": "mean alignment of all pairs",
     "shuffle_std": "spread of alignment (std)",
@@ -505,8 +505,8 @@ def delta_by_expert(tables: Tables) -> Figure:
 
     def describe(z: np.ndarray, layers: list[int]) -> str:
         return (
-            f"{int((z < 0).sum())} of {np.isfinite(z).sum()} router rows fit their own expert worse than the "
-            "layer's average (chance: about half)."
+            f"{int((z < 0).sum()):,} of {np.isfinite(z).sum():,} router rows fit their own expert worse than "
+            "the layer's average (chance: about half)."
         )
 
     noise = float(tables["alignment"].loc[at_reference(tables), "shuffle_std"].median())

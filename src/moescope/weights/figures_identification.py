@@ -217,6 +217,9 @@ def accuracy_and_margin_by_layer(tables: Tables) -> Figure:
     frame = tables["ambiguity"].sort_values("layer")
     layers = frame["layer"].to_numpy()
     perfect = sorted(frame.loc[frame["argmax_accuracy"] >= 1 - 1e-9, "layer"])
+    found = (
+        f"Every expert is identified in {named_layers(perfect)}" if perfect else "No layer finds every expert"
+    )
     chance = chance_words(frame["accuracy_chance"].mean(), "accuracy at chance")
     hover = "layer %{x}, k* %{customdata}<br>accuracy %{y:.3g}"
     k_star = frame["k_star"].astype(float).tolist()
@@ -237,7 +240,7 @@ def accuracy_and_margin_by_layer(tables: Tables) -> Figure:
     return Figure(
         "accuracy_and_margin_by_layer",
         "Accuracy and margin at k*",
-        f"Every expert is identified in {named_layers(perfect)}{chance}.",
+        f"{found}{chance}.",
         ("argmax_accuracy", "alignment_margin", "k_star"),
         data,
         base_layout("layer", "value at k*", xaxis=layer_axis(frame["layer"])),

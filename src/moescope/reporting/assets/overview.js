@@ -25,7 +25,7 @@ M.overview = (() => {
     const top = Math.max(...known.flatMap((key) => [key.most ?? 0, Math.abs(key.value), key.chance ?? 0]), 1e-12);
     const part = (value) => `${(100 * Math.min(Math.abs(value), top)) / top}%`;
     const column = ({ key, run }) => make("div", {}, keys.length > 1 ? tag([run]) : null,
-      make("div", { class: "value" }, M.number(key?.value), keys.length > 1 ? null : make("small", {}, ` ${unit}`)),
+      make("div", { class: "value" }, M.number(key?.value), keys.length > 1 ? null : make("small", {}, unit)),
       key && make("span", { class: "bar" }, make("i", { style: `width:${part(key.value)}` }), key.chance === null ? null : make("u", { class: "chance", style: `left:${part(key.chance)}` })),
       key && make("div", { class: "words" }, key.word ? make("b", {}, key.word) : null, key.chance === null ? null : ` ${key.reference} ${M.number(key.chance)}`));
     return make("div", { class: "card" }, make("div", { class: "name" }, keys.length > 1 && unit ? `${name}, ${unit}` : name), make("div", { class: "columns" }, ...keys.map(column)));
