@@ -241,6 +241,36 @@ def test_a_skipped_expert_is_as_if_the_model_had_been_made_without_it(kind):
     torch.testing.assert_close(skipped, block_output(block, x), rtol=1e-4, atol=1e-5)
 
 
+def test_changes_of_nllb_are_right_where_transformers_runs_the_chosen_experts(monkeypatch):
+    """Its gates have a column per expert; the output has to be that of the experts with gates above 0."""
+
+    def mixed(self, x_TD, mask, gates_TE):
+        outputs = [gates_TE[:, e, None] * self[f"expert_{e}"](x_TD) for e in range(self.num_experts)]
+        return torch.stack(outputs).sum(0) * (1 - self.moe_token_dropout)
+
+    tiny = tiny_model("nllb-moe")
+    block, x = next(iter(blocks_of(tiny.model).values())), some_tokens()
+    monkeypatch.setattr(type(block.experts), "forward", mixed)
+    plain = block_output(block, x)
+
+    def under(*texts: str) -> Tensor:
+        with changed({block.layer: block}, [parse_change(text) for text in texts]):
+            return block_output(block, x)
+
+    ablated, swapped = under("expert=2 ablate"), under("expert=1,2 swap")
+    assert torch.equal(under("expert=1,2 swap", "expert=1,2 swap"), plain)
+    experts = block.experts
+    experts["expert_1"], experts["expert_2"] = experts["expert_2"], experts["expert_1"]
+    torch.testing.assert_close(swapped, block_output(block, x))
+    experts["expert_1"], experts["expert_2"] = experts["expert_2"], experts["expert_1"]
+    with torch.no_grad():
+        experts["expert_2"].fc2.weight.zero_()
+        experts["expert_2"].fc2.bias.zero_()
+    torch.testing.assert_close(ablated, block_output(block, x))
+    assert not torch.allclose(ablated, plain, atol=1e-2)
+    assert not torch.allclose(under("expert=0 skip"), plain, atol=1e-2)
+
+
 def remove_expert(block: Block, gone: int) -> None:
     """Delete the expert from the block's tensors, read apart from moescope."""
     n = block.n_experts

@@ -17,6 +17,7 @@ from decoder.tiny_lab import text as token_ids
 from decoder.tiny_lab import tiny, trained
 from families.tiny_models import own_experts, tiny_model
 from intervention.edited_models import blocks_of, logits_of, model_named
+from moescope.decoder.routers import ROUTERS
 from moescope.errors import BadInput
 from moescope.execution.adapters import Block, RouterReads
 from moescope.intervention.changes import INTERVENTIONS, Change, changed, check_changes, parse_change
@@ -549,7 +550,9 @@ def test_project_out_of_the_whole_space_with_strength_10_is_minus_nine_times_the
 # --- every router of the lab
 
 
-@pytest.mark.parametrize("router", ["top2", "switch_top1", "topk", "loss_free", "spectra", "some"])
+@pytest.mark.parametrize(
+    "router", [name for name, kind in ROUTERS.items() if kind.has_logits and not kind.experts_choose]
+)
 def test_skip_force_and_bias_select_by_the_scores_of_a_lab_router(router):
     model = trained(tiny(router)).eval()
     ids = token_ids(3, 20)
@@ -572,6 +575,27 @@ def test_skip_force_and_bias_select_by_the_scores_of_a_lab_router(router):
     assert ((layer_under("bias by=5").chosen_TK == 4).sum()) > (before.chosen_TK == 4).sum()
     p = skipped.scores_TE[:, 4]
     assert torch.equal(p, torch.zeros_like(p))
+
+
+def test_a_router_that_does_not_pass_its_logits_on_for_change_is_named():
+    model = trained(tiny("top2"), steps=1).eval()
+    router = model.blocks[1].mlp.router
+    plain = type(router).forward
+
+    class Deaf(type(router)):
+        def forward(self, inputs):
+            changed, self.adjust_logits = self.adjust_logits, lambda logits: logits
+            try:
+                return plain(self, inputs)
+            finally:
+                self.adjust_logits = changed
+
+    router.__class__ = Deaf
+    with (
+        pytest.raises(BadInput, match=r"the router of layer 1 \(layers.1.mlp\) computes its logits in a way"),
+        moescope.modified(model, "expert=1 skip"),
+    ):
+        run_lab(model, token_ids(1, 5))
 
 
 def test_skip_with_experts_that_choose_leaves_more_probability_to_the_others():

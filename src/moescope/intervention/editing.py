@@ -53,6 +53,7 @@ class Edit:
     outputs: dict[int, Output | None] = field(default_factory=dict)  # expert -> its output; None: zero
     # contexts in which experts have other weights, entered whenever they run
     weights: list[Callable[[], AbstractContextManager[None]]] = field(default_factory=list)
+    adjusted: set[str] = field(default_factory=set)  # methods of a lab router that the current pass called
     changed_rows_ED: Tensor | None = None  # computed when the router first runs
     router_input: Tensor | None = None
     router_outputs: tuple[Tensor, ...] = ()
@@ -66,16 +67,12 @@ class Edit:
                 stack.enter_context(another_top_k(block, self.top_k))
             if block.hands_out:
                 router: Any = block.router
-                if self.logits:
-                    stack.enter_context(attribute(router, "adjust_logits", partial(run_all, self.logits)))
-                if self.selection:
-                    changed = partial(run_all, self.selection)
-                    stack.enter_context(attribute(router, "adjust_selection", changed))
+                for name, functions in self.adjusting.items():
+                    stack.enter_context(attribute(router, name, partial(self.adjust, name, functions)))
             elif self.selection:
                 run = partial(self.run_block, block.module.forward)
                 stack.enter_context(attribute(block.module, "forward", run))
-            inside = self.rows or (self.logits and not block.hands_out)
-            if inside or self.outputs:
+            if self.rows or self.logits or self.outputs or self.adjusting:
                 run = partial(self.run_router, block.router.forward)
                 stack.enter_context(attribute(block.router, "forward", run))
             if self.outputs or self.places or self.weights:
@@ -83,19 +80,27 @@ class Edit:
                 stack.enter_context(attribute(block.experts, "forward", run))
             yield
 
+    @property
+    def adjusting(self) -> dict[str, list[OnScores]]:
+        """The methods of a lab router that are replaced, and by what."""
+        replaced = {"adjust_logits": self.logits, "adjust_selection": self.selection}
+        return {name: functions for name, functions in replaced.items() if functions and self.block.hands_out}
+
+    def adjust(self, name: str, functions: list[OnScores], scores: Tensor) -> Tensor:
+        self.adjusted.add(name)
+        return run_all(functions, scores)
+
     def run_router(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """The router's forward with other rows and logits."""
         logits = [] if self.block.hands_out else self.logits
-        if not self.rows and not logits:
+        self.adjusted.clear()
+        with ChangedLinear(self, logits) as mode:
             output = forward(*args, **kwargs)
-        else:
-            with ChangedLinear(self, logits) as mode:
-                output = forward(*args, **kwargs)
-            if mode.calls != 1:
-                raise BadInput(
-                    f"model type {self.block.model_type!r}: the router of {self.block.where()} computes its "
-                    "logits in a way that moescope cannot change; change its experts instead (ablate)"
-                )
+        if ((self.rows or logits) and mode.calls != 1) or self.adjusted != set(self.adjusting):
+            raise BadInput(
+                f"model type {self.block.model_type!r}: the router of {self.block.where()} computes its "
+                "logits in a way that moescope cannot change; change its experts instead (ablate)"
+            )
         if self.outputs and not self.block.hands_out:
             self.router_input = tensors_in((*args, *kwargs.values()))[0]
             self.router_outputs = tensors_in(output)
