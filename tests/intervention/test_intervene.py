@@ -84,9 +84,25 @@ def test_a_sweep_of_experts_gives_the_numbers_of_single_changes(place, tmp_path)
     experts = sweep.table("intervention_experts")
     assert len(experts) == 8
     assert experts["layer_name"].notna().all()
-    cost = sweep.info["cost"]
+
+
+def test_a_sweep_calls_as_many_layers_as_it_said_before(place, tmp_path, monkeypatch):
+    """Beside calibration, which passes its own batches through all layers."""
+    from transformers.models.mixtral.modeling_mixtral import MixtralDecoderLayer
+
+    calls, forward = [], MixtralDecoderLayer.forward
+
+    def counted(layer, *args, **kwargs):
+        calls.append(layer.self_attn.layer_idx)
+        return forward(layer, *args, **kwargs)
+
+    monkeypatch.setattr(MixtralDecoderLayer, "forward", counted)
+    cost = intervene(place, tmp_path / "run", sweep="experts", layers="0,2").info["cost"]
     batches = cost["layer_calls_whole"] // (3 * 9)
-    assert cost["layer_calls"] == batches * (3 + 2 + 4 * 3 + 4 * 1)
+    assert cost["layer_calls"] == batches * (3 + 2 + 4 * 3 + 4 * 1) + 3
+    calibration = calls.count(1) - batches * (1 + 4 + 1) - 1  # of layer 1: whole, layer 0's experts, moved
+    assert len(calls) == cost["layer_calls"] + 3 * calibration
+    assert 0 < calibration < batches
 
 
 def test_a_sweep_of_layers_makes_the_given_change_in_each(place, tmp_path):
@@ -262,3 +278,34 @@ def test_a_streamed_model_gives_the_numbers_of_a_resident_one(place, tmp_path, o
     for name in runs[0].tables:
         left, right = (run.table(name) for run in runs)
         pd.testing.assert_frame_equal(left, right, rtol=1e-5, atol=1e-6)
+
+
+def test_the_demo_s_model_and_text_written_by_hand(tmp_path):
+    from moescope.demo.verb import SHIPPED
+
+    lines = [f"{a} + {b} = {a + b}\n" * 6 for a in range(5) for b in range(5)]
+    text = write_jsonl(tmp_path / "sums.jsonl", lines)
+    given = {"text": text, "set": "layer=2 expert=1 skip", "generate": "1 + 1 =", "max_new_tokens": 4}
+    run = moescope.intervene(SHIPPED / "model", **given, out=tmp_path / "run", device="cpu", quiet=True)
+    row = run.table("interventions").iloc[0]
+    assert row["load"] > row["load_changed"] == 0
+    assert 0 < row["kl"] < 1
+    assert run.table("intervention_text")["position"].tolist() == [0, 1, 2, 3]
+
+
+@pytest.mark.parametrize("router", ["spectra", "hash"])
+def test_a_lab_model_in_its_own_layout(router, tmp_path):
+    """Routers with another state, and without logits: no entropy, and nothing to skip."""
+    from execution.test_lab_models import saved
+
+    model = saved(router, tmp_path / "model")
+    text = write_jsonl(tmp_path / "text.jsonl", texts(40))
+    given = {"text": text, "out": tmp_path / "run", "device": "cpu", "quiet": True}
+    run = moescope.intervene(model, sweep="experts", layers=1, generate="word", max_new_tokens=3, **given)
+    rows = run.table("interventions")
+    assert (rows["kl"] > 0).all()
+    assert rows["load"].sum() == pytest.approx(1)
+    assert rows["entropy"].isna().all() == (router == "hash")
+    if router == "hash":
+        with pytest.raises(BadInput, match="logits"):
+            moescope.intervene(model, set="layer=1 expert=0 skip", overwrite=True, **given)

@@ -111,6 +111,7 @@ def test_a_sweep_runs_the_prefix_once_and_per_expert_the_suffix_only():
     counts = decoder_calls(model, model.model.layers)
     with Passes(traced(model), documents(), 4) as passes:
         passes.run_untouched(1)
+        assert passes.is_exact()  # layers 1 and 2 on one batch
         for expert in range(4):
             passes.judge([parse_change(f"layer=1 expert={expert} ablate")])
         passes.move_to(2)
@@ -118,7 +119,7 @@ def test_a_sweep_runs_the_prefix_once_and_per_expert_the_suffix_only():
             passes.judge([parse_change(f"layer=2 expert={expert} ablate")])
         n = len(passes.batches)
         # untouched once everywhere; layer 1 also to reach layer 2
-        assert counts == [n, n * (1 + 4 + 1), n * (1 + 4 + 4)]
+        assert counts == [n, n * (1 + 4 + 1) + 1, n * (1 + 4 + 4) + 1]
         assert passes.layer_calls == sum(counts) == passes.calls([1] * 4 + [2] * 4)[0]
         assert passes.calls([1] * 4 + [2] * 4)[1] == n * 3 * 9
 

@@ -140,10 +140,14 @@ class Passes:
         return 2 * tokens * int(head.shape[-1]) * int(head.dtype.itemsize)
 
     def calls(self, first: Sequence[int]) -> tuple[int, int]:
-        """Layer calls of changes that begin at these decoder layers, and those of whole passes."""
+        """Layer calls of changes that begin at these decoder layers, and those of whole passes.
+
+        All layers once, the layers between the first changed ones once more, then per change the layers that
+        it reaches. One batch also checks that stored states are exact.
+        """
         n, number = len(self.layers), len(self.batches)
-        moves = max(first, default=0) - min(first, default=0)
-        return number * (n + moves + sum(n - at for at in first)), number * n * (1 + len(first))
+        reached = n + max(first) - min(first) + sum(n - at for at in first)
+        return number * reached + n - min(first), number * n * (1 + len(first))
 
     def check_memory(self, how: Execution) -> None:
         needed = self.state_bytes()
@@ -189,9 +193,10 @@ class Passes:
 
     def run_untouched(self, first: int) -> None:
         """Run the untouched model over all batches; keep the inputs of decoder layer `first`."""
-        self.first, began = first, time.perf_counter()
+        self.first, seconds = first, []
         with self.capture:
             for number, batch in enumerate(self.batches):
+                began = time.perf_counter()
                 self.chosen.append({})
                 self.capture.tokens = self.tokens(batch)
                 logits = self.run(number)
@@ -199,8 +204,9 @@ class Passes:
                 self.inputs.append(self.kept)
                 self.final.append(self.outputs)
                 self.add_loss(number, logits)
+                seconds.append(time.perf_counter() - began)
         self.whole = False
-        self.seconds = time.perf_counter() - began
+        self.seconds = float(np.mean(seconds[1:] or seconds)) * len(seconds)  # the first one is checked
 
     def is_exact(self) -> bool:
         """Whether layers after the stored ones give what the whole pass gave, on the first batch."""
