@@ -83,3 +83,10 @@ def test_what_changes_the_running_model_is_rejected(place, tmp_path, options):
     with pytest.raises(BadInput, match="--execution resident"):
         compress(place, tmp_path / "run", method="hc_smoe", execution="streamed", **options)
     assert not (tmp_path / "run").exists()
+
+
+def test_layers_larger_than_the_memory_are_rejected_before_calibration(place, tmp_path):
+    with pytest.raises(BadInput, match=r"needs at least .* give --memory \d+MB"):
+        compress(place, tmp_path / "run", execution="streamed", memory="10KB")
+    assert not (tmp_path / "run").exists()
+    assert not (tmp_path / "run-small").exists()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import resource
 import shutil
 from pathlib import Path
@@ -23,6 +24,7 @@ from checkpoints import edit_json
 from families.test_parity import KINDS
 from moescope import storage
 from moescope.checkpoint import open_checkpoint
+from moescope.cli import main
 from moescope.errors import BadInput
 from moescope.execution.documents import Document
 from moescope.execution.hidden_states import FileStates
@@ -288,6 +290,30 @@ def test_damaged_hidden_states_are_one_line_with_a_remedy(
     assert "\n" not in str(error.value)
 
 
+ALTERED = {
+    "no record": "nonsense",
+    "another layer": {"77": (None, None, {}, [])},
+    "no layer": {},
+    "a word": {"0": "word"},
+    "fewer collectors": {"0": (None, None, {}, [])},
+}
+
+
+@pytest.mark.parametrize("altered", [*ALTERED, "counts of another shape"])
+def test_altered_counts_are_one_line_with_a_remedy(place, tmp_path, interrupted_run, too_little, altered):
+    """The file is whole and loads; what it holds is not what the run wrote."""
+    file = Path(shutil.copytree(interrupted_run, tmp_path / "run")) / "streamed" / "part-00000.pt"
+    record = ALTERED.get(altered) if altered in ALTERED else torch.load(file, weights_only=True)
+    if altered not in ALTERED:
+        (states,) = (entry[3] for entry in record.values())
+        held = next(state for state in states if isinstance(state, dict) and state)
+        held |= {name: torch.zeros(3) for name in held}
+    torch.save(record, file)
+    with pytest.raises(BadInput, match=r"run/streamed: .* --overwrite") as error:
+        trace(place, tmp_path / "run", execution="streamed", memory=too_little)
+    assert "\n" not in str(error.value)
+
+
 @pytest.mark.parametrize("how", ["failpoint", "limit"])
 def test_a_full_disk_is_one_line_and_the_run_resumes(place, tmp_path, in_memory, too_little, how):
     """The disk fills up while the second layer's outputs are written."""
@@ -350,6 +376,22 @@ def test_a_layer_larger_than_the_memory_is_rejected_before_anything_is_read(plac
     with pytest.raises(BadInput, match=r"needs at least .* give --memory 1MB"):
         trace(place, tmp_path / "run", execution="streamed", memory="20KB")
     assert not (tmp_path / "run").exists()
+
+
+def test_the_minimum_that_a_rejected_run_states_is_enough(place, tmp_path, monkeypatch, capsys):
+    """On the command line: one line before the start; with the stated --memory the run succeeds."""
+    words = ["moescope", "trace", str(place / "mixtral"), "--text", str(place / "a.jsonl"), "--no-report"]
+    words += ["--device", "cpu", "--execution", "streamed", "--out", str(tmp_path / "run"), "--memory"]
+    monkeypatch.setattr("sys.argv", [*words, "20KB"])
+    monkeypatch.setattr("signal.signal", lambda *_: None)  # of this process
+    with pytest.raises(SystemExit) as rejected:
+        main()
+    assert rejected.value.code == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert not (tmp_path / "run").exists()
+    least = re.search(r"needs at least .* give --memory (\S+)", line)[1]
+    run = trace(place, tmp_path / "run", execution="streamed", memory=least)
+    assert run.info["execution"][0]["way"] == "streamed"
 
 
 def test_the_decode_phase_needs_the_whole_model(place, tmp_path):

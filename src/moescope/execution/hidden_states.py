@@ -7,12 +7,14 @@ at the layer that it had reached.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 import operator
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from io import BytesIO
 from pathlib import Path
 from typing import Any
 
@@ -65,6 +67,7 @@ class FileStates:
         self.part, self.places = 0, dict[int, Any]()  # batch -> its tensors in the file that is read
         self.written: dict[int, Any] = {}  # the same of the file that is written
         self.end = 0
+        self.digests: list[str] = []  # of what each part has collected
         with writing(folder):
             folder.mkdir(parents=True, exist_ok=True)
             manifest = read_manifest(folder)
@@ -74,6 +77,7 @@ class FileStates:
                     if self.part < 0:
                         raise ValueError(f"part {self.part}")
                     self.places = {int(batch): layout for batch, layout in manifest["places"].items()}
+                    self.digests = list(manifest["digests"])
             else:
                 for file in sorted(folder.iterdir()):
                     remove(file)
@@ -141,10 +145,12 @@ class FileStates:
                     os.close(descriptor)
         with atomic_file(self.record_file(self.part), REMEDY) as partial, writing(partial):
             torch.save(record, partial)
-        manifest = {"key": self.key, "part": self.part + 1, "places": self.written}
+            digests = [*self.digests, hashlib.sha256(partial.read_bytes()).hexdigest()]
+        manifest = {"key": self.key, "part": self.part + 1, "places": self.written, "digests": digests}
         with atomic_file(self.folder / MANIFEST, REMEDY) as partial:
             partial.write_text(json.dumps(manifest))
         self.part, self.places, self.written, self.end = self.part + 1, self.written, {}, 0
+        self.digests = digests
 
     def record_file(self, part: int) -> Path:
         return self.folder / f"part-{part:05d}.pt"
@@ -152,7 +158,10 @@ class FileStates:
     def records(self) -> Iterator[Any]:
         for part in range(self.part):
             with reading(self.folder):
-                record = torch.load(self.record_file(part), weights_only=True)
+                stored = self.record_file(part).read_bytes()
+                if hashlib.sha256(stored).hexdigest() != self.digests[part]:
+                    raise ValueError(f"{self.record_file(part).name} has changed")
+                record = torch.load(BytesIO(stored), weights_only=True)
             yield record
 
     def remove(self) -> None:
