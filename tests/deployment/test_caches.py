@@ -29,7 +29,7 @@ def test_no_schedule_beats_belady_on_1000_random_traces():
         sequence = generator.integers(0, n, size=int(generator.integers(5, 15)))
         loaded = generator.permutation(n)[: int(generator.integers(0, 4))]
         cases.append((sequence, loaded))
-        replays += [belady(sequence, n), belady(sequence, n, loaded)]
+        replays.append(belady(sequence, n, [loaded[:0], loaded]))
     depths = stack_depths(replays, 4)
     for at, (sequence, loaded) in enumerate(cases):
         for slots in (2, 3):
@@ -50,7 +50,7 @@ def test_one_pass_equals_a_replay_for_every_number_of_slots(reference, made):
         if made is None:
             depth_S = recency(chosen_TK, n)[1].reshape(-1)
         else:
-            replay = lfu(sequence) if made is lfu else belady(sequence, n)
+            replay = made(sequence, n)
             depth_S = stack_depths([replay], n)[0]
         for slots in range(1, min(n, 20)):
             assert (depth_S < slots).tolist() == reference(sequence.tolist(), slots), (n, slots)
@@ -59,7 +59,7 @@ def test_one_pass_equals_a_replay_for_every_number_of_slots(reference, made):
 def test_a_short_stack_gives_the_depths_of_the_whole_one():
     generator = np.random.default_rng(2)
     sequences = [generator.integers(0, 12, size=size) for size in (50, 200, 0)]  # of different lengths
-    replays = [*(lfu(sequence) for sequence in sequences), *(belady(sequence, 12) for sequence in sequences)]
+    replays = [policy(sequence, 12) for policy in (lfu, belady) for sequence in sequences]
     for short, whole in zip(stack_depths(replays, 5), stack_depths(replays, 12), strict=True):
         assert short.tolist() == np.minimum(whole, 5).tolist()
 
@@ -70,7 +70,8 @@ def test_segments_side_by_side_give_the_depths_of_one_replay(monkeypatch, length
     popular = np.arange(1, 41) / np.arange(1, 41).sum()
     sequences = [generator.choice(40, size=size, p=popular) for size in (5000, 3000, 1)]
     sequences.append(np.repeat(np.arange(40), 100))  # an expert that comes once in a while: slow to agree
-    replays = [*map(lfu, sequences), *(belady(sequence, 40, np.arange(10)) for sequence in sequences)]
+    replays = [lfu(sequence, 40) for sequence in sequences]
+    replays += [belady(sequence, 40, [np.arange(10)]) for sequence in sequences]
     whole = stack_depths(replays, 20)
     monkeypatch.setattr(caches, "SHORTEST_SEGMENT", length)
     monkeypatch.setattr(caches, "SEGMENTS", 10**6)
@@ -100,7 +101,7 @@ def test_a_cold_start_per_document_is_a_new_cache_per_document(reference):
         depth_S = recency(chosen_TK, 9, first_T)[1].reshape(-1)
     else:
         document_S = np.repeat(document_T, 2)
-        depth_S = stack_depths([lfu(chosen_TK.reshape(-1) + 9 * document_S, document_S)], 9)[0]
+        depth_S = stack_depths([lfu(chosen_TK.reshape(-1), 9, document_S)], 9)[0]
     for slots in (2, 4, 6):
         parts = [
             reference(chosen_TK[document_T == number].reshape(-1).tolist(), slots) for number in range(3)

@@ -7,6 +7,7 @@ choice hits every cache that is larger than its expert's depth in it. One replay
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
 import numpy as np
@@ -14,14 +15,17 @@ from numpy.typing import NDArray
 
 from moescope.types import Array, Integers
 
-Keys = NDArray[np.int32]
+Keys = NDArray[np.int16]
 Depths = NDArray[np.integer]  # per token and slot; -1 where the slot is empty
-LOWEST = np.iinfo(np.int32).min  # of an empty place in a stack
-ABSENT = np.int32(LOWEST + 1)  # of an expert that is in no stack
+LOWEST = np.int16(-2)  # of an empty place in a stack
+ABSENT = np.int16(-1)  # of an expert that is in no stack
 TOKENS_AT_ONCE = 4096
+FIRST_CHECK = 64  # steps, then doubled: a segment that is repeated ends where nothing changes any more
 STEPS_AT_ONCE = 256
-SEGMENTS = 2048  # replayed side by side
-SHORTEST_SEGMENT = 4096  # steps
+SEGMENTS = 4096  # replayed side by side
+FEW_SEGMENTS = 512  # below: fewer and larger operations are faster
+SHORTEST_SEGMENT = 2048  # steps
+MOST_KEYS = 2**15 - 2  # that 16 bits tell apart in a segment
 
 
 class DepthCounts(NamedTuple):
@@ -41,16 +45,16 @@ class DepthCounts(NamedTuple):
 
 def count_depths(depth_TK: Depths, group_T: Integers, groups: int, most: int) -> DepthCounts:
     """Count depths per group of documents; `most` and deeper are one class."""
-    filled_TK = depth_TK >= 0
-    depth_TK = np.minimum(depth_TK, most)
-    flat = (group_T[:, None] * (most + 1) + depth_TK)[filled_TK]
-    deepest_T = depth_TK.max(1, initial=-1)
-    used_T = deepest_T >= 0
-    cells = groups * (most + 1)
-    return DepthCounts(
-        np.bincount(flat, minlength=cells).reshape(groups, -1),
-        np.bincount(group_T[used_T] * (most + 1) + deepest_T[used_T], minlength=cells).reshape(groups, -1),
+    place_TK = np.minimum(depth_TK, most) + np.int16(1)  # 0: an empty slot
+    deepest_T = place_TK[:, 0]
+    for place_T in place_TK.T[1:]:
+        deepest_T = np.maximum(deepest_T, place_T)
+    offset_T = group_T * (most + 2)
+    counts = (
+        np.bincount((offset_T[:, None] + place_TK).reshape(-1), minlength=groups * (most + 2)),
+        np.bincount(offset_T + deepest_T, minlength=groups * (most + 2)),
     )
+    return DepthCounts(*(counts_X.reshape(groups, -1)[:, 1:] for counts_X in counts))
 
 
 # --- LRU, directly
@@ -63,196 +67,345 @@ def recency(
 
     The depth is the number of distinct experts chosen since the expert's last choice, n_experts where it was
     not chosen before (or, with `first_T`, not since that token: the first of its document). It counts the
-    experts whose last choice is later, a comparison of whole columns: no replay.
+    experts whose last choice is later, a comparison of whole columns: no replay. Times are counted from the
+    first of the tokens that are compared at once, earlier ones by their order, so that 16 bits suffice.
     """
     tokens, k = chosen_TK.shape
     at_start_TK = np.full((tokens, k), -1, dtype=np.int16)
     when_made_TK = at_start_TK.copy()
     last_E = np.full(n_experts, -1, dtype=np.int64)
     counter = np.uint8 if n_experts < 256 else np.uint16
-    for begin in range(0, tokens, TOKENS_AT_ONCE):
-        part_TK = chosen_TK[begin : begin + TOKENS_AT_ONCE].astype(np.int64)
+    at_once = max(min(TOKENS_AT_ONCE, (2**15 - 1) // k), 1)
+    for begin in range(0, tokens, at_once):
+        part_TK = chosen_TK[begin : begin + at_once].astype(np.int64)
         size = len(part_TK)
         filled_TK = part_TK >= 0
-        times_TK = (begin + np.arange(size))[:, None] * k + np.arange(k)
+        times_TK = np.arange(size * k, dtype=np.int16).reshape(size, k)
         # last_ET[e, t]: when expert e was last chosen before token t
-        last_ET = np.full((n_experts, size + 1), -1, dtype=np.int64)
-        last_ET[:, 0] = last_E
+        last_ET = np.full((n_experts, size + 1), -n_experts - 1, dtype=np.int16)
+        order_E = np.argsort(last_E, kind="stable")
+        last_ET[order_E, 0] = np.where(last_E[order_E] < 0, -n_experts - 1, np.arange(n_experts) - n_experts)
         rows, _ = np.nonzero(filled_TK)
         last_ET[part_TK[filled_TK], rows + 1] = times_TK[filled_TK]
         np.maximum.accumulate(last_ET, axis=1, out=last_ET)
-        last_E = last_ET[:, -1].copy()
         since_T = np.zeros(size, dtype=np.int64) if first_T is None else first_T[begin : begin + size] * k
-        previous_TK = np.where(filled_TK, last_ET[part_TK, np.arange(size)[:, None]], -1)
-        for slot in range(k):
-            previous_T = previous_TK[:, slot]
-            later_T = (last_ET[:, :size] > previous_T).view(np.uint8).sum(0, dtype=counter).astype(np.int64)
+        previous_KT = last_ET[np.maximum(part_TK.T, 0), np.arange(size)]
+        for slot, previous_T in enumerate(previous_KT):
+            later_T = (last_ET[:, :size] > previous_T).view(np.uint8).sum(0, dtype=counter).astype(np.int16)
             # experts of earlier slots were chosen meanwhile, and are counted already if chosen since
-            earlier = filled_TK[:, :slot] & (previous_TK[:, :slot] < previous_T[:, None])
-            new_T = previous_T < since_T
-            depths = ((at_start_TK, later_T), (when_made_TK, later_T + earlier.sum(1)))
-            for depth_TK, depth_T in depths:
-                depth_T = np.where(new_T, n_experts, depth_T)
+            made_T = later_T.copy()
+            for earlier, filled_T in zip(previous_KT[:slot], filled_TK.T, strict=False):
+                made_T += filled_T & (earlier < previous_T)
+            time_T = np.where(previous_T < 0, last_E[part_TK[:, slot]], begin * k + previous_T.astype(np.int64))
+            for depth_TK, depth_T in ((at_start_TK, later_T), (when_made_TK, made_T)):
+                depth_T[time_T < since_T] = n_experts
                 depth_TK[begin : begin + size, slot] = np.where(filled_TK[:, slot], depth_T, -1)
+        now_E = last_ET[:, -1]
+        last_E = np.where(now_E < 0, last_E, begin * k + now_E.astype(np.int64))
     return at_start_TK, when_made_TK
 
 
 # --- any stack algorithm
 
 
-class Replay(NamedTuple):
-    """One cache to replay: the priorities of the chosen experts before and after each choice.
+class Neighbours(NamedTuple):
+    """Per step: when the same expert came before (-1: never), when next (-1), how often it came before.
 
-    Of the experts in a cache the one with the lowest priority is evicted. Priorities are unique; an expert
-    that was not chosen before has none in the stack.
+    Experts of another document count as others where documents are given.
     """
 
-    before_S: Keys
-    after_S: Keys
-    preloaded: Keys  # priorities of the experts that fill the cache at the start, first slot first
+    before_S: NDArray[np.int32]
+    next_S: NDArray[np.int32]
+    count_S: NDArray[np.int32]
 
 
-class Neighbours(NamedTuple):
-    """Per step: when the same value came before (-1: never), when next (-1), how often it came before."""
-
-    before_S: Keys
-    next_S: Keys
-    count_S: Keys
-
-
-def neighbours(sequence_S: Integers) -> Neighbours:
+def neighbours(sequence_S: NDArray[np.integer], document_S: Integers | None = None) -> Neighbours:
     steps = len(sequence_S)
-    small = sequence_S.max(initial=0) < 2**15  # 16 bits are sorted in linear time
-    order = np.argsort(sequence_S.astype(np.int16) if small else sequence_S, kind="stable").astype(np.int32)
+    # 16 bits are sorted in linear time
+    order = np.argsort(sequence_S.astype(np.int16), kind="stable").astype(np.int32)
     new = np.ones(steps, dtype=bool)
-    new[1:] = sequence_S[order[1:]] != sequence_S[order[:-1]]
+    sorted_S = sequence_S[order]
+    new[1:] = sorted_S[1:] != sorted_S[:-1]
+    if document_S is not None:
+        new[1:] |= document_S[order[1:]] != document_S[order[:-1]]
     before, after, count = np.full((3, steps), -1, dtype=np.int32)
     before[order[1:]] = np.where(new[1:], -1, order[:-1])
     after[order[:-1]] = np.where(new[1:], -1, order[1:])
-    starts = np.flatnonzero(new)
-    count[order] = np.arange(steps) - np.repeat(starts, np.diff(np.append(starts, steps)))
+    starts = np.flatnonzero(new).astype(np.int32)
+    count[order] = np.arange(steps, dtype=np.int32) - np.repeat(starts, np.diff(np.append(starts, steps)))
     return Neighbours(before, after, count)
 
 
+class Keys16(NamedTuple):
+    """The priorities in R segments of L steps, as numbers that order the experts within each segment."""
+
+    before_RL: Keys  # of the chosen expert, as it stands in the stack
+    after_RL: Keys  # of the chosen expert from then on
+    start_RE: Keys  # of every expert at the segment's start; ABSENT: it has none
+    end_RE: Keys  # at its end
+
+
+class Replay(NamedTuple):
+    """One cache to replay: of the experts in it the one with the lowest priority is evicted."""
+
+    sequence_S: NDArray[np.integer]
+    n_experts: int
+    known: Neighbours
+    document_S: Integers | None  # given where caches start empty in every document
+    keys: Callable[[Replay, int, Integers], Keys16]
+    starts: list[Integers]  # each the experts that fill the cache at the start, first slot first
+
+
 def belady(
-    sequence_S: Integers,
+    sequence_S: NDArray[np.integer],
     n_experts: int,
-    preloaded: Integers | None = None,
+    starts: Iterable[Integers] = (np.zeros(0, dtype=np.int64),),
+    document_S: Integers | None = None,
     known: Neighbours | None = None,
 ) -> Replay:
     """Belady's optimum: evict the expert whose next choice is farthest away (1966, IBM Systems Journal 5:78).
 
-    `preloaded` are the experts that fill the cache at the start, first slot first; `known` are the sequence's
-    neighbours, where they are computed already.
+    Each of `starts` are the experts that fill the cache at the start, first slot first; `known` are the
+    sequence's neighbours, where they are computed already.
     """
-    steps, next_S = len(sequence_S), (known or neighbours(sequence_S)).next_S
-    time_S = np.arange(steps, dtype=np.int32)
-    after_S = -np.where(next_S < 0, steps + n_experts + time_S, next_S).astype(np.int32)
-    loaded = np.zeros(0, dtype=np.int32)
-    if preloaded is not None:
-        first_E = steps + np.arange(n_experts, dtype=np.int32)
-        values, where = np.unique(sequence_S, return_index=True)
-        first_E[values] = where
-        loaded = -first_E[preloaded]
-    return Replay(-time_S, after_S, loaded)
+    known = known or neighbours(sequence_S, document_S)
+    return Replay(sequence_S, n_experts, known, document_S, belady_keys, list(starts))
 
 
-def lfu(sequence_S: Integers, document_S: Integers | None = None, known: Neighbours | None = None) -> Replay:
+def lfu(
+    sequence_S: NDArray[np.integer],
+    n_experts: int,
+    document_S: Integers | None = None,
+    known: Neighbours | None = None,
+) -> Replay:
     """Least frequently used: evict the expert with the fewest choices, of equals the least recent.
 
     Counts survive eviction. With `document_S` they start anew in each document, and experts of earlier
     documents are evicted first: the same as an empty cache.
     """
-    before_S, _, count_S = known or neighbours(sequence_S)
-    if document_S is None:
-        order = np.argsort(count_S, kind="stable")
-    else:
-        order = np.lexsort((count_S, document_S))
-    after_S = np.empty(len(sequence_S), dtype=np.int32)  # the place in that order is the priority
-    after_S[order] = np.arange(len(sequence_S), dtype=np.int32)
-    return Replay(np.where(before_S < 0, ABSENT, after_S[before_S]), after_S, after_S[:0])
+    known = known or neighbours(sequence_S, document_S)
+    return Replay(sequence_S, n_experts, known, document_S, lfu_keys, [np.zeros(0, dtype=np.int64)])
+
+
+def last_times(replay: Replay, length: int) -> Integers:
+    """When each expert was last chosen before every segment's start and the last one's end; -1: never.
+
+    Where caches start empty in every document: in the document that continues.
+    """
+    steps = len(replay.sequence_S)
+    rows = -(-steps // length)
+    last_RE = np.full((rows + 1, replay.n_experts), -1, dtype=np.int64)
+    for row in range(rows):
+        part_S = replay.sequence_S[row * length : (row + 1) * length]
+        last_RE[row + 1] = last_RE[row]
+        last_RE[row + 1, part_S] = np.arange(row * length, row * length + len(part_S))
+    if replay.document_S is not None:
+        now_R = replay.document_S[np.minimum(np.arange(rows + 1) * length, steps - 1)]
+        last_RE[replay.document_S[last_RE] != now_R[:, None]] = -1
+    return last_RE
+
+
+def in_rows(values_S: NDArray[np.int32], length: int, filler: int) -> NDArray[np.int32]:
+    rows = -(-len(values_S) // length)
+    if len(values_S) == rows * length:
+        return values_S.reshape(rows, length)
+    padded = np.full(rows * length, filler, dtype=values_S.dtype)
+    padded[: len(values_S)] = values_S
+    return padded.reshape(rows, length)
+
+
+def belady_keys(replay: Replay, length: int, last_RE: Integers) -> Keys16:
+    """Next choices within the segment by their time; later ones by their order, below those."""
+    n, rows, steps = replay.n_experts, len(last_RE) - 1, len(replay.sequence_S)
+    next_S, never = replay.known.next_S, steps + length
+    first_E = np.full(n, never, dtype=np.int64)  # an expert may be in the cache before its first choice
+    if replay.document_S is None:
+        firsts = np.flatnonzero(replay.known.before_S < 0)
+        first_E[replay.sequence_S[firsts]] = firsts
+    next_RE = np.where(last_RE < 0, first_E, next_S[last_RE])
+    next_RE[(next_RE < 0) | (next_RE >= steps)] = never
+    end_R = (np.arange(rows) + 1) * length
+    order_RE = np.argsort(-next_RE[1:], axis=1, kind="stable")
+    end_RE = np.empty((rows, n), dtype=np.int16)
+    np.put_along_axis(end_RE, order_RE, np.arange(1, n + 1, dtype=np.int16)[None], axis=1)
+    within_RE = next_RE[:-1] < end_R[:, None]
+    # what is chosen again in a later document only is never needed: 0
+    later_RE = np.where(last_RE[:-1] == last_RE[1:], end_RE, 0)
+    start_RE = np.where(within_RE, n + 1 + end_R[:, None] - next_RE[:-1], later_RE).astype(np.int16)
+    after_RL = in_rows(next_S, length, -1)
+    outside = np.flatnonzero((after_RL < 0) | (after_RL >= end_R[:, None]))
+    outside = outside[outside < steps]
+    after_RL = (n + 1 + end_R[:, None] - after_RL).astype(np.int16)
+    expert, row = replay.sequence_S[outside], outside // length
+    lasts = last_RE[row + 1, expert] == outside
+    after_RL.reshape(-1)[outside] = np.where(lasts, end_RE[row, expert], 0)
+    before_RL = np.tile((n + 1 + length - np.arange(length)).astype(np.int16), (rows, 1))
+    before_RL.reshape(-1)[steps:], after_RL.reshape(-1)[steps:] = ABSENT, 0
+    if replay.document_S is not None:
+        start_RE[last_RE[:-1] < 0] = ABSENT
+        end_RE[last_RE[1:] < 0] = ABSENT
+    return Keys16(before_RL, after_RL, start_RE, end_RE)
+
+
+def lfu_keys(replay: Replay, length: int, last_RE: Integers) -> Keys16:
+    """Place of every choice, and of every expert's last one, by document, count and time in the segment."""
+    n, rows, steps = replay.n_experts, len(last_RE) - 1, len(replay.sequence_S)
+    priority_S = replay.known.count_S.astype(np.int64)
+    if replay.document_S is not None:
+        priority_S += replay.document_S * (steps + 1)
+    order_RE = np.argsort(last_RE[:-1], axis=1, kind="stable")
+    sorted_last_RE = np.take_along_axis(last_RE[:-1], order_RE, axis=1)
+    # one number per expert and choice that sorts by priority, then time: its low bits are its column
+    all_RX = np.zeros((rows, n + length), dtype=np.int64)
+    all_RX[:, :n] = np.where(sorted_last_RE < 0, -1, priority_S[sorted_last_RE])
+    all_RX[:, n:] = in_rows(priority_S, length, 0)
+    all_RX += 1
+    all_RX <<= 16
+    all_RX |= np.arange(n + length)
+    all_RX.sort(axis=1)
+    rank_RX = np.empty(all_RX.shape, dtype=np.int16)
+    columns_RX = (all_RX & 0xFFFF).astype(np.int64)
+    np.put_along_axis(rank_RX, columns_RX, np.arange(n + length, dtype=np.int16)[None], axis=1)
+    start_RE = np.empty((rows, n), dtype=np.int16)
+    np.put_along_axis(start_RE, order_RE, rank_RX[:, :n], axis=1)
+    start_RE[last_RE[:-1] < 0] = ABSENT
+    begin_R = np.arange(rows) * length
+    place_RE = last_RE[1:] - begin_R[:, None]
+    chosen_RE = np.take_along_axis(rank_RX, n + np.maximum(place_RE, 0), axis=1)
+    end_RE = np.where(place_RE >= 0, chosen_RE, start_RE)
+    end_RE[last_RE[1:] < 0] = ABSENT
+    place_RL = in_rows(replay.known.before_S, length, -1) - begin_R.astype(np.int32)[:, None]
+    before_RL = np.take_along_axis(rank_RX, n + np.maximum(place_RL, 0), axis=1)
+    outside = np.flatnonzero(place_RL < 0)
+    outside = outside[outside < steps]
+    absent = replay.known.before_S[outside] < 0
+    carried = start_RE[outside // length, replay.sequence_S[outside]]
+    before_RL.reshape(-1)[outside] = np.where(absent, ABSENT, carried)
+    before_RL.reshape(-1)[steps:] = ABSENT
+    return Keys16(before_RL, np.ascontiguousarray(rank_RX[:, n:]), start_RE, end_RE)
 
 
 def stack_depths(replays: list[Replay], most: int) -> list[Depths]:
-    """Return the depth of every choice in its cache's stack, `most` where it is deeper or new.
+    """Return the depth of every choice in its cache's stack, `most` where it is deeper or new; per start.
 
-    Time is cut into segments that are replayed side by side. At first each starts with an empty stack, except
-    a cache's first one. Then segments start again from the stack that the one before ended with, until their
-    stack is the one they had before at the same step: from there on nothing changes. A segment whose start
-    has changed is repeated until none has, so the depths are those of one replay from beginning to end.
+    Time is cut into segments that are replayed side by side. Each starts with a guess: the last choice on
+    top, the others by priority. Then segments start again from the stack that the one before ended with,
+    until their stack is the one they had before at the same step: from there on nothing changes. A segment
+    whose start has changed is repeated until none has, so the depths are those of one replay from beginning
+    to end.
     """
-    steps = [len(replay.before_S) for replay in replays]
-    length = max(min(max(SHORTEST_SEGMENT, -(-sum(steps) // SEGMENTS)), max(steps, default=1)), 1)
-    segments = [
-        Segment(row, begin, begin == 0)
-        for row, replay in enumerate(replays)
-        for begin in range(0, len(replay.before_S), length)
-    ]
-    side = Segments(replays, segments, length, most)
-    start_MR = np.full((most, len(segments)), LOWEST, dtype=np.int32)
-    for at, segment in enumerate(segments):
-        if segment.first:
-            loaded = replays[segment.row].preloaded[:most]
-            start_MR[: len(loaded), at] = loaded
-    side.replay(np.arange(len(segments)), start_MR)
-    later = np.array([at for at, segment in enumerate(segments) if not segment.first], dtype=np.int64)
-    while len(later):
-        changed = later[(start_MR[:, later] != side.end_MR[:, later - 1]).any(0)]
-        if not len(changed):
-            break
-        start_MR[:, changed] = side.end_MR[:, changed - 1]
-        side.replay(changed, start_MR)
-    found: list[Depths] = [np.empty(len(replay.before_S), dtype=np.uint16) for replay in replays]
-    for at, segment in enumerate(segments):
-        part = found[segment.row][segment.begin : segment.begin + length]
-        part[:] = side.depth_RS[at, : len(part)]
-    return found
-
-
-class Segment(NamedTuple):
-    row: int  # of the replays
-    begin: int
-    first: bool
+    steps = [len(replay.sequence_S) for replay in replays]
+    widest = max((replay.n_experts for replay in replays), default=1)
+    length = max(SHORTEST_SEGMENT, -(-sum(steps) // SEGMENTS))
+    length = max(min(length, max(steps, default=1), MOST_KEYS - 2 * widest), 1)
+    side = Segments(replays, length, most)
+    found: list[list[Depths]] = [[] for _ in replays]
+    for turn in range(max((len(replay.starts) for replay in replays), default=0)):
+        side.settle(turn)
+        for number, replay in enumerate(replays):
+            if turn < len(replay.starts):
+                part_RL = side.depth_RL[side.first[number] : side.first[number + 1]]
+                found[number].append(part_RL.reshape(-1)[: steps[number]].copy())
+    return [depths for parts in found for depths in parts]
 
 
 class Segments:
-    """Segments replayed side by side: the depths, the stacks at some steps and at the end."""
+    """Segments replayed side by side: their keys, the depths, the stacks at some steps and at the end."""
 
-    def __init__(self, replays: list[Replay], segments: list[Segment], length: int, most: int) -> None:
-        self.replays, self.segments, self.length, self.most = replays, segments, length, most
-        self.depth_RS = np.full((len(segments), length), most, dtype=np.uint16)
-        self.end_MR = np.full((most, len(segments)), LOWEST, dtype=np.int32)
-        checks = [2**power for power in range(9, 32) if 2**power < length]
-        self.check_CMR = {step: np.full_like(self.end_MR, LOWEST + 2) for step in checks}
+    def __init__(self, replays: list[Replay], length: int, most: int) -> None:
+        self.replays, self.length, self.most = replays, length, most
+        used = [replay for replay in replays if len(replay.sequence_S)]
+        sizes = [-(-len(replay.sequence_S) // length) for replay in replays]
+        self.first = np.cumsum([0, *sizes])  # segment of each replay
+        count = int(self.first[-1])
+        widest = max((replay.n_experts for replay in used), default=1)
+        self.before_RL, self.after_RL = np.empty((2, count, length), dtype=np.int16)
+        self.start_RE, self.end_RE = np.full((2, count, widest), ABSENT, dtype=np.int16)
+        self.depth_RL = np.empty((count, length), dtype=np.uint8 if most < 256 else np.uint16)
+        self.begin_MR = np.full((most, count), LOWEST, dtype=np.int16)  # stacks at the start
+        self.last_MR = self.begin_MR.copy()  # and at the end
+        for number, replay in enumerate(replays):
+            if sizes[number]:
+                own = slice(self.first[number], self.first[number + 1])
+                last_RE = last_times(replay, length)
+                keys = replay.keys(replay, length, last_RE)
+                self.before_RL[own], self.after_RL[own] = keys.before_RL, keys.after_RL
+                self.start_RE[own, : replay.n_experts], self.end_RE[own, : replay.n_experts] = keys[2:]
+                there_RE = last_RE[:-1] >= 0
+                if len(replay.starts[0]):
+                    there_RE[:] = True
+                guess_RE = np.where(there_RE, keys.start_RE, LOWEST)
+                top_R = last_RE[:-1].argmax(1)
+                tops = np.take_along_axis(guess_RE, top_R[:, None], axis=1)
+                np.put_along_axis(guess_RE, top_R[:, None], np.int16(2**15 - 1), axis=1)
+                guess_RE = -np.sort(-guess_RE, axis=1)[:, :most]
+                guess_RE[:, :1] = tops
+                self.begin_MR[: guess_RE.shape[1], own] = guess_RE.T
+        self.ends = sorted({FIRST_CHECK, *range(STEPS_AT_ONCE, length, STEPS_AT_ONCE), length})
+        self.ends = [end for end in self.ends if end <= length]
+        checks = [FIRST_CHECK << power for power in range(16) if FIRST_CHECK << power < length]
+        self.checks = {step: np.full_like(self.begin_MR, LOWEST - 1) for step in checks if step in self.ends}
 
-    def replay(self, active: Integers, start_MR: Keys) -> None:
-        """Replay the active segments from these stacks, as long as they differ from the last replay."""
-        stack_MR = np.ascontiguousarray(start_MR[:, active])
-        for begin in range(0, self.length, STEPS_AT_ONCE):
-            end = min(begin + STEPS_AT_ONCE, self.length)
-            before_SR, after_SR = self.keys(active, begin, end)
-            depth_SR = np.full(before_SR.shape, self.most, dtype=np.uint16)
+    def settle(self, turn: int) -> None:
+        """Replay from the given starts until every segment starts as the one before ends."""
+        active = []
+        for number, replay in enumerate(self.replays):
+            begin, end = self.first[number : number + 2]
+            if turn < len(replay.starts) and end > begin:
+                loaded = replay.starts[turn][: self.most]
+                self.begin_MR[:, begin] = LOWEST
+                self.begin_MR[: len(loaded), begin] = self.start_RE[begin, loaded]
+                active += range(begin, end) if turn == 0 else [begin]
+        later = np.ones(self.first[-1] + 1, dtype=bool)
+        later[self.first] = False
+        changed = np.array(active, dtype=np.int64)
+        while len(changed):
+            self.replay(changed)
+            following = changed[later[changed + 1]] + 1
+            start_MR = self.carried(following)
+            differs = (start_MR != self.begin_MR[:, following]).any(0)
+            changed = following[differs]
+            self.begin_MR[:, changed] = start_MR[:, differs]
+
+    def carried(self, following: Integers) -> Keys:
+        """The stacks that the segments before end with, in the keys of these segments."""
+        found_MR = np.full((self.most, len(following)), LOWEST, dtype=np.int16)
+        for begin in range(0, len(following), 256):
+            own = following[begin : begin + 256]
+            order_RE = np.argsort(self.end_RE[own - 1], axis=1)
+            sorted_RE = np.take_along_axis(self.end_RE[own - 1], order_RE, axis=1).astype(np.int32)
+            start_RE = np.take_along_axis(self.start_RE[own], order_RE, axis=1)
+            offset_R = np.arange(len(own), dtype=np.int32)[:, None] * 2**16
+            flat = (sorted_RE + offset_R).reshape(-1)
+            wanted_RM = self.last_MR[:, own - 1].T + offset_R
+            at = np.minimum(np.searchsorted(flat, wanted_RM), len(flat) - 1)
+            known = (flat[at] == wanted_RM) & (self.last_MR[:, own - 1].T >= 0)
+            start_RM = np.where(known, start_RE.reshape(-1)[at], LOWEST)
+            found_MR[:, begin : begin + 256] = start_RM.T
+        return found_MR
+
+    def replay(self, active: Integers) -> None:
+        """Replay the active segments from their stacks, as long as they differ from the last replay."""
+        stack_MR = np.full((self.most + 1, len(active)), LOWEST, dtype=np.int16)
+        stack_MR[:-1] = self.begin_MR[:, active]
+        begin = 0
+        for end in self.ends:
+            part = slice(begin, end)
+            depth_SR = np.empty((end - begin, len(active)), dtype=self.depth_RL.dtype)
+            before_SR, after_SR = (
+                np.ascontiguousarray(keys_RL[active, part].T) for keys_RL in (self.before_RL, self.after_RL)
+            )
             stack_MR = replay_steps(stack_MR, before_SR, after_SR, depth_SR)
-            self.depth_RS[active, begin:end] = depth_SR.T
-            if end in self.check_CMR:
-                seen_MR = self.check_CMR[end]
-                differs = (seen_MR[:, active] != stack_MR).any(0)
-                seen_MR[:, active] = stack_MR
+            self.depth_RL[active, part] = depth_SR.T
+            if end in self.checks:
+                seen_MR = self.checks[end]
+                differs = (seen_MR[:, active] != stack_MR[:-1]).any(0)
+                seen_MR[:, active] = stack_MR[:-1]
                 active, stack_MR = active[differs], np.ascontiguousarray(stack_MR[:, differs])
                 if not len(active):
                     return
-        self.end_MR[:, active] = stack_MR
-
-    def keys(self, active: Integers, begin: int, end: int) -> tuple[Keys, Keys]:
-        """Priorities before and after the choices of these steps; beyond a cache's last choice, none."""
-        before_SR, after_SR = np.full((2, end - begin, len(active)), ABSENT, dtype=np.int32)
-        for column, at in enumerate(active.tolist()):
-            segment = self.segments[at]
-            replay = self.replays[segment.row]
-            part = slice(segment.begin + begin, segment.begin + end)
-            size = len(replay.before_S[part])
-            before_SR[:size, column], after_SR[:size, column] = replay.before_S[part], replay.after_S[part]
-        return before_SR, after_SR
+            begin = end
+        self.last_MR[:, active] = stack_MR[:-1]
 
 
 def replay_steps(stack_MR: Keys, before_SR: Keys, after_SR: Keys, depth_SR: Depths) -> Keys:
@@ -260,28 +413,41 @@ def replay_steps(stack_MR: Keys, before_SR: Keys, after_SR: Keys, depth_SR: Dept
 
     A chosen expert moves to the top. Going down from there, of the expert that is carried and the one in
     place the one with the higher priority stays and the other is carried on, until the chosen expert's old
-    place is filled: it counts as the lowest priority, which carries nothing on.
+    place is filled: it counts as the lowest priority, which carries nothing on. The last row is below the
+    stack: what is written there is lost.
     """
-    rows = stack_MR.shape[1]
-    next_MR, equal_MR = np.empty_like(stack_MR), np.empty(stack_MR.shape, dtype=bool)
-    carried_R = np.empty(rows, dtype=np.int32)
+    most, rows = len(stack_MR) - 1, stack_MR.shape[1]
+    next_MR, equal_MR = np.empty_like(stack_MR), np.empty((most, rows), dtype=bool)
+    height_MR = np.empty((most, rows), dtype=depth_SR.dtype)
+    height_M = np.arange(most, 0, -1, dtype=depth_SR.dtype)[:, None]
+    carried_MR, column_R = np.empty((most, rows), dtype=np.int16), np.arange(rows)
+    carried_R = carried_MR[0]
     for before_R, after_R, depth_R in zip(before_SR, after_SR, depth_SR, strict=True):
-        np.equal(stack_MR, before_R, out=equal_MR)
-        found = np.flatnonzero(equal_MR)
-        stack_MR.reshape(-1)[found] = LOWEST
-        depth_R[found % rows] = found // rows
+        np.equal(stack_MR[:-1], before_R, out=equal_MR)
+        np.multiply(equal_MR.view(np.uint8), height_M, out=height_MR)
+        np.subtract(most, height_MR.sum(0, dtype=depth_SR.dtype), out=depth_R)
+        place_R = depth_R.astype(np.intp)
+        place_R *= rows
+        place_R += column_R
+        stack_MR.reshape(-1)[place_R] = LOWEST
         next_MR[0] = after_R
-        carried_R[:] = stack_MR[0]
-        for place_R, next_R in zip(stack_MR[1:], next_MR[1:], strict=True):
-            np.maximum(carried_R, place_R, out=next_R)
-            np.minimum(carried_R, place_R, out=carried_R)
+        if rows < FEW_SEGMENTS:
+            np.minimum.accumulate(stack_MR[:-1], axis=0, out=carried_MR)
+            np.maximum(carried_MR[:-1], stack_MR[1:-1], out=next_MR[1:-1])
+        else:
+            carried_R[:] = stack_MR[0]
+            for place, following in zip(stack_MR[1:-1], next_MR[1:-1], strict=True):
+                np.maximum(carried_R, place, out=following)
+                np.minimum(carried_R, place, out=carried_R)
         stack_MR, next_MR = next_MR, stack_MR
     return stack_MR
 
 
 def spread(depth_S: Depths, filled_TK: NDArray[np.bool_]) -> Depths:
     """Return the depths of a sequence of choices per token and slot, -1 where a slot is empty."""
-    depth_TK = np.full(filled_TK.shape, -1, dtype=np.int32)
+    if len(depth_S) == filled_TK.size:
+        return depth_S.reshape(filled_TK.shape).astype(np.int16)
+    depth_TK = np.full(filled_TK.shape, -1, dtype=np.int16)
     depth_TK[filled_TK] = depth_S
     return depth_TK
 

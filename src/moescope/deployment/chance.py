@@ -50,11 +50,11 @@ def random_rates(
     starts = np.flatnonzero(np.diff(start_T, prepend=-1))
     first_T = np.repeat(starts, np.diff(np.append(starts, len(start_T))))
     start_S = np.repeat(start_T, filled_TK.sum(1))
-    sequence_S = chosen_TK[filled_TK] + n_experts * start_S
-    known = neighbours(sequence_S)
+    sequence_S = chosen_TK[filled_TK]
+    known = neighbours(sequence_S, start_S)
     replays = [
-        lfu(sequence_S, start_S, known),
-        belady(sequence_S, int(sequence_S.max(initial=0)) + 1, known=known),
+        lfu(sequence_S, n_experts, start_S, known),
+        belady(sequence_S, n_experts, document_S=start_S, known=known),
     ]
     by_use, optimum = stack_depths(replays, most)
     use_RE = np.bincount(

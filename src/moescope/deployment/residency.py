@@ -115,57 +115,48 @@ def chance_curves(trace: TokenTrace, most: int, cold: bool, seed: int) -> dict[s
 def replay_layers(trace: TokenTrace, most: int, splits: list[Split], cold: bool) -> list[LayerReplays]:
     """Replay all policies in every layer, all caches side by side."""
     group_T, groups = trace.group_T, trace.n_groups
-    starts = trace.starts()
-    first_T = starts[trace.document_T] if cold else None
+    first_T = trace.starts()[trace.document_T] if cold else None
     everything = Split(np.ones(len(group_T), dtype=bool), np.ones(len(group_T), dtype=bool))
     replays: list[Replay] = []
-    kept: list[dict[str, Any]] = []
-    for at in range(len(trace.layers)):
-        n, chosen_TK = trace.n_experts[at], trace.chosen_LTK[at].astype(np.int64)
+    for n, chosen_TK in zip(trace.n_experts, trace.chosen_LTK, strict=True):
         filled_TK = chosen_TK >= 0
         document_S = np.repeat(trace.document_T, filled_TK.sum(1)) if cold else None
         sequence_S = chosen_TK[filled_TK]
-        if document_S is not None:  # an expert of another document is another expert: nothing is carried over
-            sequence_S = sequence_S + n * document_S
-        items = int(sequence_S.max(initial=0)) + 1
-        known = neighbours(sequence_S)
-        replays += [belady(sequence_S, items, known=known), lfu(sequence_S, document_S, known)]
-        ranks = []
-        for split in [*splits, everything]:
-            order_E = hottest_first(usage(chosen_TK[split.learn_T], n))
-            rank_E = np.empty(n, dtype=np.int64)
-            rank_E[order_E] = np.arange(n)
-            ranks.append(rank_E)
+        known = neighbours(sequence_S, document_S)
+        replays.append(lfu(sequence_S, n, document_S, known))
+        nothing, list_E = np.zeros(0, dtype=np.int64), hottest_first(usage(chosen_TK, n))
+        replays.append(belady(sequence_S, n, [nothing] if cold else [nothing, list_E], document_S, known))
+        for split in [] if cold else splits:
             tested_TK = chosen_TK[split.test_T]
-            if not cold:
-                same = known if split is everything else None
-                replays.append(belady(tested_TK[tested_TK >= 0], n, order_E, same))
-        depth_TK = recency(chosen_TK, n, first_T)[1]
-        kept.append({"at": at, "n": n, "ranks": ranks, "lru": depth_TK})
+            list_E = hottest_first(usage(chosen_TK[split.learn_T], n))
+            replays.append(belady(tested_TK[tested_TK >= 0], n, [list_E]))
     depths = iter(stack_depths(replays, most))
     found = []
-    for layer in kept:
-        n, chosen_TK = layer["n"], trace.chosen_LTK[layer["at"]]
+    for n, chosen_TK in zip(trace.n_experts, trace.chosen_LTK, strict=True):
         filled_TK = chosen_TK >= 0
-        optimum, by_use = (count_depths(spread(next(depths), filled_TK), group_T, groups, most) for _ in "ab")
+        by_use, optimum = (count_depths(spread(next(depths), filled_TK), group_T, groups, most) for _ in "ab")
         static = []
-        for split, rank_E in zip([*splits, everything], layer["ranks"], strict=True):
+        for split in [everything, *splits]:
+            rank_E = np.empty(n, dtype=np.int16)
+            rank_E[hottest_first(usage(chosen_TK[split.learn_T], n))] = np.arange(n)
             tested_TK, tested_group_T = chosen_TK[split.test_T], group_T[split.test_T]
-            ranks_TK = np.where(tested_TK < 0, -1, rank_E[tested_TK])
+            ranks_TK = np.where(tested_TK < 0, np.int16(-1), rank_E[tested_TK])
             best = None
             if not cold:
                 best_TK = spread(next(depths), tested_TK >= 0)
                 best = count_depths(best_TK, tested_group_T, groups, most)
             static.append(Replayed(count_depths(ranks_TK, tested_group_T, groups, n), best))
-        lru_TK = layer["lru"]
-        learned, tested = (
-            [count_depths(lru_TK[part], group_T[part], groups, n) for part in parts]
-            for parts in ([split.learn_T for split in splits], [split.test_T for split in splits])
-        )
-        counts = count_depths(lru_TK, group_T, groups, n)
+        lru_TK = recency(chosen_TK, n, first_T)[1]
+        # a token of a split is learned from or tested on: both are counted in one go
+        learned, tested = [], []
+        for split in splits:
+            apart = count_depths(lru_TK, group_T + groups * split.test_T, 2 * groups, n)
+            learned.append(DepthCounts(*(counts_GD[:groups] for counts_GD in apart)))
+            tested.append(DepthCounts(*(counts_GD[groups:] for counts_GD in apart)))
+        counts = added([learned[0], tested[0]])
         policies = {
-            "static": joined(static[:-1]),
-            "static_in_sample": static[-1],
+            "static": joined(static[1:]),
+            "static_in_sample": static[0],
             "lru": Replayed(counts, optimum),
             "lfu": Replayed(by_use, optimum),
             "belady": Replayed(optimum, optimum),
