@@ -140,7 +140,8 @@ def conform(table: Table, frame: pd.DataFrame) -> pa.Table:
     if unknown:
         known = ", ".join(table.columns)
         raise ValueError(f"table {table.name} has no column {', '.join(unknown)}; known: {known}")
-    full = frame.reindex(columns=list(table.columns))
+    absent = [name for name in table.columns if name not in frame.columns]
+    full = frame.assign(**dict.fromkeys(absent)).reindex(columns=list(table.columns))
     missing = [key for key in table.keys if key not in table.optional and full[key].isna().any()]
     if missing:
         raise ValueError(f"table {table.name}: key {', '.join(missing)} may not be null")

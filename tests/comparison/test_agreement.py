@@ -11,7 +11,7 @@ import pytest
 import moescope
 from deployment.deployment_runs import write_trace
 from deployment.plain_caches import random_tokens
-from moescope.comparison.agreement import agreement_table, common_prefix, layer_row
+from moescope.comparison.agreement import agreement_table, common_prefix, flip_margins, layer_row
 from report_payloads import page_text
 
 
@@ -93,3 +93,37 @@ def test_token_ids_that_differ_end_the_comparison_of_a_document(tmp_path):
     assert isinstance(table, pd.DataFrame)
     assert table["tokens"].tolist() == [4]
     assert "4 of 6 tokens" in warnings[0]
+
+
+def test_flips_are_counted_against_the_margins_of_all_tokens():
+    margin_T = np.array([0.01, 0.02, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0, 1.1, np.nan])
+    different_T = np.array([True, False, True, False, False, False, False, False, False, True])
+    row = flip_margins(margin_T, different_T)
+    # of nine known margins the smallest is the lowest tenth; of two flips with a margin one has it
+    assert row["small_margin"] == 0.01
+    assert row["flips_at_small_margin"] == 1 / 2
+    assert row["flips_at_small_margin_chance"] == 1 / 9
+    assert flip_margins(np.full(3, np.nan), np.ones(3, dtype=bool)) == {}
+
+
+def test_two_precisions_of_one_model_differ_at_small_margins_only(tmp_path):
+    """bfloat16 has 8 bits: choices that change have a margin in float32 far below that of other tokens."""
+    from routing.tiny_text import save_model, texts, write_jsonl
+
+    model = save_model(tmp_path / "model", "mixtral")
+    text = write_jsonl(tmp_path / "text.jsonl", texts(40))
+    runs = [
+        moescope.trace(model, text=text, dtype=dtype, save_tokens=True, out=tmp_path / dtype, quiet=True)
+        for dtype in ("float32", "bfloat16")
+    ]
+    tokens = [run.table("tokens").set_index(["document", "position", "layer"]).sort_index() for run in runs]
+    assert (tokens[0]["margin"] >= 0).all()
+    sets = [table["experts"].map(lambda experts: tuple(sorted(experts))) for table in tokens]
+    flipped = (sets[0] != sets[1]).groupby("layer").sum()
+    rows = moescope.compare(*runs, out=tmp_path / "both", quiet=True).table("agreement").set_index("layer")
+    for layer, count in flipped.items():
+        assert rows.loc[layer, "equal_sets"] == pytest.approx(1 - count / rows.loc[layer, "tokens"])
+    first = rows.iloc[0]  # later layers also get other states
+    assert first["equal_sets"] < 1
+    assert first["flips_at_small_margin"] > 0.9
+    assert first["flips_at_small_margin_chance"] == pytest.approx(0.1, abs=0.01)

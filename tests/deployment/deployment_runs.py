@@ -54,7 +54,7 @@ def write_trace(
         return writer.finish({"tokens": pd.DataFrame(rows), "routing_layers": pd.DataFrame(layers)})
 
 
-def token_trace(chosen_LTK, document_T, n_experts: int, domains=("text",)) -> TokenTrace:
+def token_trace(chosen_LTK, document_T, n_experts: int, domains=("text",), probed_LTX=None) -> TokenTrace:
     """The same in memory."""
     chosen_LTK = np.asarray(chosen_LTK, dtype=np.int16)
     layers = list(range(len(chosen_LTK)))
@@ -62,4 +62,4 @@ def token_trace(chosen_LTK, document_T, n_experts: int, domains=("text",)) -> To
     names = [f"layer {layer}" for layer in layers]
     domain_D = [domains[number % len(domains)] for number in range(int(document_T.max()) + 1)]
     sizes = [n_experts] * len(layers)
-    return TokenTrace(layers, names, sizes, chosen_LTK, document_T, domain_D, "decode", 0)
+    return TokenTrace(layers, names, sizes, chosen_LTK, document_T, domain_D, "decode", 0, probed_LTX)

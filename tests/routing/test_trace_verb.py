@@ -51,6 +51,7 @@ def run(place, domains) -> Run:
         out=place / "run",
         phase="both",
         save_tokens=True,
+        probe_next=True,
         quiet=True,
     )
 

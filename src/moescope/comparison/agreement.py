@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     import pandas as pd
 
 AT_ONCE = 16384  # tokens
+CLOSEST = 0.1  # share of tokens whose selection margin counts as small
 
 
 def agreement_table(runs: list[Run], seed: int) -> tuple[pd.DataFrame, list[str]]:
@@ -54,6 +55,8 @@ def agreement_table(runs: list[Run], seed: int) -> tuple[pd.DataFrame, list[str]
     gates_LTK = readers[0].lists("gates", np.nan, np.float32)
     gates = gates_LTK[[list(readers[0].layers).index(layer) for layer in layers]][:, at_a[prefix_T]]
     gates = np.pad(gates, ((0, 0), (0, 0), (0, width - gates.shape[2])), constant_values=np.nan)
+    margins_LT = readers[0].numbers("margin")
+    margins = margins_LT[[list(readers[0].layers).index(layer) for layer in layers]][:, at_a[prefix_T]]
     document_T = np.unique(both[prefix_T] >> 32, return_inverse=True)[1]
     generator = np.random.default_rng(seed)
     diverged_T = np.zeros(len(document_T), dtype=bool)
@@ -61,6 +64,7 @@ def agreement_table(runs: list[Run], seed: int) -> tuple[pd.DataFrame, list[str]
     for index, layer in enumerate(layers):
         parts = choices[0][index], choices[1][index], gates[index]
         row, different_T = layer_row(*parts, document_T, generator)
+        row |= flip_margins(margins[index], different_T)
         row["first_divergence"] = float((different_T & ~diverged_T).mean())
         diverged_T |= different_T
         name = readers[0].layers[layer] or f"layer {layer}"
@@ -131,6 +135,19 @@ def layer_row(
         "lost_gate": float(lost.mean()) if len(lost) and np.isfinite(lost).all() else np.nan,
         "mean_gate": float(1 / size_T[there_T].mean()),
     }, there_T & ~equal_T
+
+
+def flip_margins(margin_T: Array, different_T: NDArray[np.bool_]) -> dict[str, float]:
+    """How many of the tokens with other experts had a small selection margin; chance: of all tokens."""
+    known_T = np.isfinite(margin_T)
+    if not (known_T & different_T).any():
+        return {}
+    threshold = float(np.quantile(margin_T[known_T], CLOSEST, method="inverted_cdf"))
+    return {
+        "small_margin": threshold,
+        "flips_at_small_margin": float((margin_T[known_T & different_T] <= threshold).mean()),
+        "flips_at_small_margin_chance": float((margin_T[known_T] <= threshold).mean()),
+    }
 
 
 def overlap(

@@ -516,6 +516,17 @@ def agreement_summary(run: Run) -> tuple[list[KeyNumber], list[str]]:
             f"gate weight (mean of a chosen expert: {number(lost['mean_gate'].mean())})."
         )
         findings.append(Finding(text, **place))
+    close = rows.dropna(subset=["flips_at_small_margin"])
+    if len(close):
+        found, chance_found = (
+            100 * float(close[name].mean())
+            for name in ("flips_at_small_margin", "flips_at_small_margin_chance")
+        )
+        text = (
+            f"Selection margin: {found:.1f} % of the tokens with other experts are among those with the "
+            f"smallest margin (all tokens: {chance_found:.1f} %)."
+        )
+        findings.append(Finding(text, **place))
     return [KeyNumber("Mean overlap of experts", mean, chance, most=1.0)], findings
 
 

@@ -185,9 +185,30 @@ AGREEMENT_COLUMNS: dict[str, Column] = {
         "gates or without differences.",
         chance="mean_gate",
         title="gate of lost experts",
-        misleads="Far below mean_gate: close decisions flip. The margin to the next expert is not stored.",
+        misleads="Far below mean_gate: close decisions flip.",
     ),
     "mean_gate": Column("float", "Mean share of a chosen expert.", "1/k", title="mean gate"),
+    "small_margin": Column(
+        "float",
+        "Selection margin (last chosen score minus the next) that a tenth of the layer's tokens stay at or "
+        "below in A; null without margins or without differences.",
+        title="small margin",
+    ),
+    "flips_at_small_margin": Column(
+        "float",
+        "Share of the tokens with other experts whose margin in A is that small.",
+        worst="0",
+        chance="flips_at_small_margin_chance",
+        best="1",
+        title="flips at a small margin",
+        misleads="1: only close decisions changed, as rounding does. At chance: margins do not matter.",
+    ),
+    "flips_at_small_margin_chance": Column(
+        "float",
+        "Share of all tokens whose margin is that small.",
+        "about 0.1",
+        title="small margins",
+    ),
 }
 AGREEMENT = define_tables(
     AGREEMENT_COLUMNS,
@@ -198,6 +219,7 @@ AGREEMENT = define_tables(
         (
             *("phase", "tokens", "equal_sets", "equal_sets_chance", "overlap", "low", "high"),
             *("overlap_chance", "top1", "reordered", "first_divergence", "lost_gate", "mean_gate"),
+            *("small_margin", "flips_at_small_margin", "flips_at_small_margin_chance"),
         ),
     ),
 )

@@ -96,7 +96,9 @@ def recency(
             made_T = later_T.copy()
             for earlier, filled_T in zip(previous_KT[:slot], filled_TK.T, strict=False):
                 made_T += filled_T & (earlier < previous_T)
-            time_T = np.where(previous_T < 0, last_E[part_TK[:, slot]], begin * k + previous_T.astype(np.int64))
+            time_T = np.where(
+                previous_T < 0, last_E[part_TK[:, slot]], begin * k + previous_T.astype(np.int64)
+            )
             for depth_TK, depth_T in ((at_start_TK, later_T), (when_made_TK, made_T)):
                 depth_T[time_T < since_T] = n_experts
                 depth_TK[begin : begin + size, slot] = np.where(filled_TK[:, slot], depth_T, -1)

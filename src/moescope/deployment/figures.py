@@ -242,6 +242,7 @@ RESIDENCY = [
 # --- prefetching
 
 PREDICTOR_STYLES: dict[str, dict[str, Any]] = {
+    "next_router": {"name": "next router, one layer early", "color": CATEGORICAL[2], "dash": "solid"},
     "previous_layer": {"name": "previous layer", "color": CATEGORICAL[0], "dash": "solid"},
     "previous_token": {"name": "previous tokens", "color": CATEGORICAL[3], "dash": "solid"},
     "static": {"name": "static list", "color": CATEGORICAL[1], "dash": "solid"},
@@ -293,9 +294,10 @@ def prefetch_layers(tables: Tables) -> Figure:
     budgets = sorted(int(budget) for budget in rows["budget"].unique())
     data, captions = [], []
     numbers = np.array(sorted(layers["layer"].unique()))
+    styles = {name: style for name, style in PREDICTOR_STYLES.items() if name in set(rows["predictor"])}
     for budget in budgets:
         of_budget = layers[layers["budget"] == budget]
-        for predictor, style in PREDICTOR_STYLES.items():
+        for predictor, style in styles.items():
             group = of_budget[of_budget["predictor"] == predictor]
             line = styled_line(group["layer"], group["recall"], style)
             line["hovertemplate"] = f"layer %{{x}}<br>{style['name']} %{{y:.1%}}<extra></extra>"
@@ -311,7 +313,7 @@ def prefetch_layers(tables: Tables) -> Figure:
         ("recall", "predictor", "budget", "prefetch.chance"),
         data,
         base_layout("layer", "recall", xaxis=layer_axis(numbers), yaxis=SHARE_AXIS),
-        Slider("experts named", [str(b) for b in budgets], 0, len(PREDICTOR_STYLES) + 2, captions),
+        Slider("experts named", [str(b) for b in budgets], 0, len(styles) + 2, captions),
         height=400,
     )
 

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     import pandas as pd
 
 MOST_TESTED = 2**17  # tokens per layer and half, of the previous layer's prediction
-PREDICTORS = ("static", "static_in_sample", "previous_token", "previous_layer")
+PREDICTORS = ("static", "static_in_sample", "previous_token", "previous_layer", "next_router")
 
 
 def prefetch_table(
@@ -72,7 +72,13 @@ def rank_counts(trace: TokenTrace, splits: list[Split]) -> dict[str, DepthCounts
         pairs_EE = count_pairs(before_TK[learn_T], chosen_TK[learn_T], n_before, n)
         scores = follow_scores(pairs_EE, usage(before_TK[learn_T], n_before), usage(chosen_TK[learn_T], n))
         parts.append(counted(predicted_places(scores, before_TK[test_T], chosen_TK[test_T]), test_T))
-    return found | {"previous_layer": added(parts)}
+    probed_T = np.zeros(len(first_T), dtype=bool)
+    named_TX = np.full((len(first_T), 1), -1, dtype=np.int16)
+    if trace.probed_LTX is not None:
+        named_TX = trace.probed_LTX[at]
+        probed_T = (named_TX >= 0).any(1) & (chosen_TK >= 0).any(1)
+    probed = counted(named_places(named_TX[probed_T], chosen_TK[probed_T], n), probed_T)
+    return found | {"previous_layer": added(parts), "next_router": probed}
 
 
 def thinned(tokens_T: Mask) -> Mask:
@@ -89,6 +95,14 @@ def listed_places(chosen_TK: NDArray[np.integer], n: int, split: Split) -> Depth
     place_E[hottest_first(usage(chosen_TK[split.learn_T], n))] = np.arange(n)
     tested_TK = chosen_TK[split.test_T]
     return np.where(tested_TK < 0, -1, place_E[tested_TK])
+
+
+def named_places(named_TX: NDArray[np.integer], chosen_TK: NDArray[np.integer], n_experts: int) -> Depths:
+    """Place of every choice in its token's list of named experts; n_experts where it is not named."""
+    place_TK = np.full(chosen_TK.shape, n_experts, dtype=np.int16)
+    for place, named_T in enumerate(named_TX.T):
+        place_TK[chosen_TK == named_T[:, None]] = place
+    return np.where(chosen_TK < 0, np.int16(-1), place_TK)
 
 
 def count_pairs(

@@ -54,7 +54,8 @@ COLUMNS: dict[str, Column] = {
         "What names the experts ahead. static: those used most on other documents. static_in_sample: those "
         "used most on the same tokens. previous_token: those chosen most recently in the document. "
         "previous_layer: those that most often follow the previous layer's choices, learned on other "
-        "documents, by the sum of P(expert | previous expert)."),
+        "documents, by the sum of P(expert | previous expert). next_router: those that the layer's router "
+        "ranks highest about the state that the MoE layer before it got (trace --probe-next)."),
     "budget": Column("int", "Experts named per token and layer: k, 2k and 4k."),
     "prefetch.n_experts": Column("int", "Experts of the layer, n."),
     "prefetch.tokens": Column("int",

@@ -38,6 +38,8 @@ class TokenTrace:
     domain_D: list[str]
     phase: str
     step: int
+    # experts that each layer's router names about the state of the layer before, best first; None: not probed
+    probed_LTX: NDArray[np.int16] | None = None
 
     @property
     def n_documents(self) -> int:
@@ -73,6 +75,7 @@ class TokenTrace:
             layer_names=self.layer_names[own],
             n_experts=self.n_experts[own],
             chosen_LTK=self.chosen_LTK[own],
+            probed_LTX=None if self.probed_LTX is None else self.probed_LTX[own],
         )
 
 
@@ -210,16 +213,39 @@ class TokenReader:
             self.width = max(self.width, pc.max(pc.list_value_length(part["experts"])).as_py() or 1)
         self.layers = dict(sorted(layers.items()))
 
-    def lists(self, column: str, filler: float, dtype: Any) -> NDArray[Any]:
+    def longest_list(self, column: str) -> int:
+        """Length of a column's longest list; 0 where the trace has none."""
+        import pyarrow.compute as pc
+
+        if column not in self.table.schema_arrow.names:
+            return 0
+        with self.named_errors():
+            parts = self.selected([column])
+            return max([pc.max(pc.list_value_length(part[column])).as_py() or 0 for part in parts], default=0)
+
+    def lists(self, column: str, filler: float, dtype: Any, width: int | None = None) -> NDArray[Any]:
         """Return a column of lists as [layers, tokens, slots]."""
-        found_LTK = np.full((len(self.layers), len(self.keys_T), self.width), filler, dtype=dtype)
+        width = width or self.width
+        found_LTK = np.full((len(self.layers), len(self.keys_T), width), filler, dtype=dtype)
         numbers = np.array(list(self.layers))
         with self.named_errors():
             for part in self.selected(["document", "position", "layer", column]):
                 rows = np.searchsorted(numbers, part["layer"].to_numpy())
                 tokens = np.searchsorted(self.keys_T, token_keys(part))
-                found_LTK[rows, tokens] = padded_lists(part[column], self.width, filler, dtype)
+                found_LTK[rows, tokens] = padded_lists(part[column], width, filler, dtype)
         return found_LTK
+
+    def numbers(self, column: str) -> Array:
+        """Return a column of numbers as [layers, tokens]; NaN where there is none."""
+        found_LT = np.full((len(self.layers), len(self.keys_T)), np.nan)
+        layers = np.array(list(self.layers))
+        with self.named_errors():
+            if column in self.table.schema_arrow.names:
+                for part in self.selected(["document", "position", "layer", column]):
+                    rows = np.searchsorted(layers, part["layer"].to_numpy())
+                    tokens = np.searchsorted(self.keys_T, token_keys(part))
+                    found_LT[rows, tokens] = part[column].to_numpy()
+        return found_LT
 
     def token_ids(self) -> Integers:
         """Return the id of every token, -1 where unknown."""
@@ -240,7 +266,12 @@ def read_tokens(run: Run, phase: str | None) -> TokenTrace:
     experts = experts_of(run, layers, reader.path, chosen_LTK)
     domain_D = [reader.domains[int(number)] or "" for number in documents]
     names = [name or f"layer {number}" for number, name in reader.layers.items()]
-    return TokenTrace(layers, names, experts, chosen_LTK, document_T, domain_D, reader.phase, reader.step)
+    width = reader.longest_list("probed")
+    probed_LTX = reader.lists("probed", -1, np.int16, width) if width else None
+    if probed_LTX is not None:
+        experts_of(run, layers, reader.path, probed_LTX)
+    kind = reader.phase, reader.step
+    return TokenTrace(layers, names, experts, chosen_LTK, document_T, domain_D, *kind, probed_LTX)
 
 
 def row_groups(table: Any, columns: list[str]) -> Iterator[pa.Table]:

@@ -47,6 +47,7 @@ class Asked(NamedTuple):
 
     decision: Decision
     logits_TE: Tensor | None
+    selection_TE: Tensor | None = None  # what the choice is made by, where it is made by scores
 
 
 Ask = Callable[[RouterReads], Asked]
@@ -79,6 +80,7 @@ class Block:
     checked: bool = False
     calls: int = 0
     router_input: Tensor | None = None
+    reads_more: bool = False  # whether its router is called with other tensors besides the states
     router_outputs: tuple[Tensor, ...] = ()
     hands_out: bool = False  # whether the model hands out this block's Routing itself
     decide_alone: Ask | None = None  # the router of such a block; None where it cannot be called alone
@@ -451,6 +453,34 @@ def router_logits(block: Block) -> Tensor:
     return recomputed_logits(block)
 
 
+def selection_alone(block: Block, x_TD: Tensor) -> Tensor:
+    """Return the scores by which a block's router, asked alone about these states, would choose."""
+    why = ""
+    if not block.hands_out and x_TD.shape[1] != block.weight_ED.shape[1]:
+        why = f"gets states of another width than {x_TD.shape[1]}"
+    elif block.reads_more or (block.hands_out and block.decide_alone is None):
+        why = "needs other inputs than a token's state"
+    elif not block.hands_out and (block.scoring is None or not block.scoring.explains):
+        why = "does not choose by its logits alone"
+    elif block.hands_out and block.decide_alone is not None:
+        selection_TE = block.decide_alone(RouterReads(x_TD)).selection_TE
+        if selection_TE is not None:
+            return selection_TE
+        why = "does not choose by scores"
+    if why:
+        raise BadInput(
+            f"model type {block.model_type!r}: the router of {block.where()} {why}, so it cannot be asked "
+            "about the state of another layer; leave --probe-next out"
+        )
+    assert block.scoring is not None
+    if block.logits_at is not None and block.logits_at >= 0:
+        answer = block.router(x_TD)
+        parts = answer if isinstance(answer, tuple | list) else (answer,)
+        outputs = [part for part in parts if isinstance(part, Tensor)]
+        return block.scoring.selection(outputs[block.logits_at].reshape(-1, block.n_experts).float())
+    return block.scoring.selection(recomputed_logits(block, x_TD))
+
+
 def logits_dtype(block: Block) -> torch.dtype:
     """Return the precision in which the router computed the logits of the current pass."""
     if block.logits_at is not None and block.logits_at >= 0:
@@ -459,12 +489,13 @@ def logits_dtype(block: Block) -> torch.dtype:
     return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else block.weight_ED.dtype
 
 
-def recomputed_logits(block: Block) -> Tensor:
-    assert block.router_input is not None
+def recomputed_logits(block: Block, x: Tensor | None = None) -> Tensor:
+    x = block.router_input if x is None else x
+    assert x is not None
     bias, weight_ED = getattr(block.router, "bias", None), block.weight_ED
     if isinstance(bias, Tensor):
         bias = present_value(block.router, "bias", bias).float()
-    x_TD = block.router_input.reshape(-1, weight_ED.shape[1]).float()
+    x_TD = x.reshape(-1, weight_ED.shape[1]).float()
     return nn.functional.linear(x_TD, weight_ED.float(), bias)
 
 

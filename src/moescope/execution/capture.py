@@ -142,7 +142,8 @@ class Capture:
     def router_ran(self, block: Block) -> Callable[..., None]:
         def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
             if not self.unseen():
-                block.router_input = tensors_in((*args, *kwargs.values()))[0].detach()
+                inputs = tensors_in((*args, *kwargs.values()))
+                block.router_input, block.reads_more = inputs[0].detach(), len(inputs) > 1
                 block.router_outputs = tuple(part.detach() for part in tensors_in(output))
 
         return hook

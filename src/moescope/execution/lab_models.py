@@ -154,7 +154,7 @@ def ask(router: Router, reads: RouterReads) -> Asked:
     )
     real_T = torch.ones(len(x_TD), dtype=torch.bool, device=x_TD.device)
     routed = router(RouterInput(x_TD.float(), ids_T, real_T, router.layer, reads.carried_TR))
-    return Asked(Decision(x_TD, routed.chosen_TK, routed.gates_TK), routed.logits_TE)
+    return Asked(Decision(x_TD, routed.chosen_TK, routed.gates_TK), routed.logits_TE, routed.selection_TE)
 
 
 def with_router(router: Router, tensors: Mapping[str, Tensor], n_experts: int, top_k: int | None) -> Ask:

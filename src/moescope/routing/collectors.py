@@ -11,13 +11,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from moescope.execution.adapters import Block, adapter_of, find_blocks
+from moescope.errors import BadInput
+from moescope.execution.adapters import Block, adapter_of, find_blocks, selection_alone
 from moescope.execution.collect import Pass, PassCollector, collect
 from moescope.execution.documents import Batch, Document, Window
 from moescope.execution.models import TracedModel, predicted_tokens
+from moescope.execution.streamed import StreamedModel
 from moescope.routing.contexts import Contexts, TokenText
 from moescope.routing.counts_to_tables import Corpus, Traced
-from moescope.routing.decision import routing_entropy
+from moescope.routing.decision import routing_entropy, selection_margin
 from moescope.routing.share_counts import CountsByShare
 from moescope.routing.tables import TABLES
 from moescope.routing.token_sample import Sample
@@ -28,6 +30,8 @@ from moescope.types import Array, Integers, Routing
 OUTPUT_DOCUMENTS = 16  # whose expert outputs are averaged, all domains together
 OUTPUT_TOKENS = 64  # per document, from its beginning: a text of 20,000 tokens then takes about 3 % longer
 ROWS_AT_ONCE = 200_000  # rows per row group of the tokens table, about
+PROBED = 4  # times k experts that a router names about the state of the layer before
+SAME_CHOICE = 0.98  # least share of tokens whose experts are those with the highest scores
 
 
 def trace_model(
@@ -40,13 +44,17 @@ def trace_model(
     step: int = 0,
     token_file: Path | None = None,
     advance: Callable[[int], None] = lambda tokens: None,
+    probe_next: bool = False,
 ) -> Traced:
-    """Run the model over the documents in each phase; every token also goes to `token_file` where given."""
+    """Run the model over the documents in each phase; every token also goes to `token_file` where given.
+
+    With `probe_next` every MoE layer's router is also asked about the state that the MoE layer before it got.
+    """
     blocks = find_blocks(traced.model)
     names = layer_names or {block.layer: block.name for block in blocks}
     counts, outputs = CountsByShare(len(domains)), OutputMeans(len(domains), phases[0])
     with TokenTable(token_file, step, names, domains) as table:
-        tokens = TokenCollector(traced, blocks, phases[0], table)
+        tokens = TokenCollector(traced, blocks, phases[0], table, probe_next)
         ran = collect(traced, documents, [counts, tokens, outputs], batch_size, phases, advance)
     routers, scoring = router_facts(ran.blocks)
     return Traced(
@@ -157,8 +165,22 @@ class TokenCollector(PassCollector):
     A pass is recorded on the device and moved once at its end; a batch is complete after its last pass.
     """
 
-    def __init__(self, traced: TracedModel, blocks: list[Block], phase: str, table: TokenTable | HeldRows):
-        self.traced, self.phase, self.table = traced, phase, table
+    def __init__(
+        self,
+        traced: TracedModel,
+        blocks: list[Block],
+        phase: str,
+        table: TokenTable | HeldRows,
+        probe: bool = False,
+    ):
+        self.traced, self.phase, self.table, self.probe = traced, phase, table, probe
+        if probe and (traced.two_stacks or isinstance(traced, StreamedModel)):
+            what = "reads two stacks" if traced.two_stacks else "is run layer by layer"
+            raise BadInput(
+                f"{traced.name}: {what}, and --probe-next needs the states of two layers of one stack at once; "
+                "leave it out, or use --execution resident"
+            )
+        self.before_TD: Tensor | None = None  # router input of the MoE layer before
         layers, n_experts = [block.layer for block in blocks], [block.n_experts for block in blocks]
         self.sample, self.contexts = Sample(layers), Contexts(layers, n_experts)
         self.positions: Integers = np.zeros(0, dtype=np.int64)  # recorded tokens of the current pass
@@ -184,6 +206,7 @@ class TokenCollector(PassCollector):
         return self.table.wanted or window.draw < min(self.below, self.sample.threshold)
 
     def begin_pass(self, current: Pass) -> None:
+        self.before_TD = None
         if current.phase != self.phase:
             self.at = None
             return
@@ -204,9 +227,31 @@ class TokenCollector(PassCollector):
             entropy = torch.full_like(gates_TK[:, 0], torch.nan)
             if routing.scores_TE is not None:
                 entropy = routing_entropy(routing)[self.at].float()
-            record += (gates_TK.gather(1, order), entropy)
+            margin = selection_margin(routing)[self.at].float()
+            record += (gates_TK.gather(1, order), entropy, margin.masked_fill(margin.isinf(), torch.nan))
+        if self.probe:
+            record += (self.probed(routing, block).to(torch.int16),)
         places = largest_gates(chosen_TK, gates_TK, self.at, self.shape, self.contexts.widest)
         self.layers[routing.layer] = (*record, *places)
+
+    def probed(self, routing: Routing, block: Block) -> Tensor:
+        """The experts that this layer's router ranks highest about the state that the layer before got."""
+        assert self.at is not None
+        k = routing.chosen_TK.shape[1]
+        named_TX = self.at.new_full((len(self.at), PROBED * k), -1)
+        x = routing.x_TD if block.hands_out else block.router_input
+        if x is None or routing.carried_TR is not None or not chosen_by_score(routing):
+            raise BadInput(
+                f"model type {block.model_type!r}: the router of {block.where()} needs more than a token's "
+                "state or does not choose the highest scores; leave --probe-next out"
+            )
+        if self.before_TD is not None:
+            selection_TE = selection_alone(block, self.before_TD.to(block.device))
+            best = selection_TE.topk(min(PROBED * k, block.n_experts), dim=-1)
+            best_TX = best.indices.masked_fill(best.values == -torch.inf, -1).to(self.at.device)
+            named_TX[:, : best_TX.shape[1]] = best_TX
+        self.before_TD = x.reshape(-1, x.shape[-1])[self.at]
+        return named_TX
 
     def pause_pass(self, current: Pass) -> None:
         for layer, record in self.layers.items():
@@ -235,8 +280,12 @@ class TokenCollector(PassCollector):
         if not self.recorded:
             self.predicted_BL = np.full(shape, -1, dtype=np.int64)
             self.recorded = [
-                np.full((len(part), *shape, *part.shape[2:]), np.nan if index else -1, dtype=part.dtype)
-                for index, part in enumerate(record)
+                np.full(
+                    (len(part), *shape, *part.shape[2:]),
+                    np.nan if part.dtype.kind == "f" else -1,
+                    dtype=part.dtype,
+                )
+                for part in record
             ]
         row, column = self.positions // self.shape[1], self.positions % self.shape[1] + current.start
         for batch_part, part in zip(self.recorded, record, strict=True):
@@ -260,6 +309,16 @@ class TokenCollector(PassCollector):
             if self.table.wanted:
                 self.table.add(TokenRows(window, current.phase, chosen_LTK, *more))
         self.recorded, self.largest = [], None
+
+
+def chosen_by_score(routing: Routing) -> bool:
+    """Whether the layer's choices are the experts with the highest selection scores."""
+    if routing.selection_TE is None:
+        return False
+    best_TK = routing.selection_TE.topk(routing.chosen_TK.shape[1], dim=-1).indices
+    real_T = slice(None) if routing.tokens is None else routing.tokens.real_T.to(best_TK.device)
+    same_T = (best_TK.sort(-1).values == routing.chosen_TK.sort(-1).values).all(-1)[real_T]
+    return not len(same_T) or same_T.float().mean().item() >= SAME_CHOICE
 
 
 def largest_gates(
@@ -302,6 +361,8 @@ class TokenRows(NamedTuple):
     chosen_LTK: Integers
     gates_LTK: Array
     entropy_LT: Array
+    margin_LT: Array
+    probed_LTX: Integers | None = None
 
 
 class HeldRows:
@@ -395,6 +456,8 @@ class TokenTable:
         chosen_RK = np.concatenate([part.chosen_LTK.reshape(-1, k) for part in waiting])
         gates_RK = np.concatenate([part.gates_LTK.reshape(-1, k) for part in waiting])
         entropy_R = np.concatenate([part.entropy_LT.reshape(-1) for part in waiting]).astype(float)
+        margin_R = np.concatenate([part.margin_LT.reshape(-1) for part in waiting]).astype(float)
+        probed = [part.probed_LTX for part in waiting if part.probed_LTX is not None]
         there_RK = chosen_RK >= 0
         offsets = np.concatenate([[0], np.cumsum(there_RK.sum(1))]).astype(np.int32)
         columns = {
@@ -409,6 +472,8 @@ class TokenTable:
             "experts": pa.ListArray.from_arrays(offsets, pa.array(chosen_RK[there_RK].astype(np.int32))),
             "gates": pa.ListArray.from_arrays(offsets, pa.array(gates_RK[there_RK].astype(np.float32))),
             "entropy": pa.array(entropy_R, from_pandas=True),  # NaN is null
+            "margin": pa.array(margin_R, from_pandas=True),
+            "probed": filled_lists(probed) if probed else pa.nulls(len(chosen_RK)),
         }
         schema = arrow_schema(TABLES["tokens"])
         arrays = [
@@ -416,3 +481,15 @@ class TokenTable:
             for name in schema.names
         ]
         return pa.table(arrays, names=schema.names).cast(schema)
+
+
+def filled_lists(parts: list[Integers]) -> Any:
+    """Return a column of lists without their empty places (-1); null where all are empty."""
+    import pyarrow as pa
+
+    rows_RX = np.concatenate([part.reshape(-1, part.shape[-1]) for part in parts])
+    there_RX = rows_RX >= 0
+    counts_R = there_RX.sum(1)
+    offsets = pa.array(np.concatenate([[0], np.cumsum(counts_R)]).astype(np.int32))
+    values = pa.array(rows_RX[there_RX].astype(np.int32))
+    return pa.ListArray.from_arrays(offsets, values, mask=pa.array(counts_R == 0))

@@ -122,6 +122,12 @@ COLUMNS: dict[str, Column] = {
     "gates": Column("floats", "Their gates, as the block applied them; null where a trace holds none."),
     "entropy": Column("float", "Entropy of the router's probabilities over all experts.", "−Σ p log p",
         worst="0", chance="log n", best=PURPOSE, unit="nats"),
+    "tokens.margin": Column("float",
+        "Selection score of the last expert chosen minus that of the next, bias included: what a change of "
+        "scores must exceed to change the choice. Null where no scores are known.", worst="0"),
+    "probed": Column("ints",
+        "The 4k experts that this layer's router ranks highest about the state that the MoE layer before it "
+        "got (--probe-next), best first; null in the first MoE layer."),
     "contexts.rank": Column("int", "1 for the largest gate, at most 5 places."),
     "before": Column("text", "The ten tokens before it as text; null without a tokenizer."),
     "after": Column("text", "The eight tokens after it as text; null without a tokenizer."),
@@ -221,7 +227,7 @@ TABLES: dict[str, Table] = define_tables(
     Table("tokens",
         "Every token with the experts it chose (--save-tokens). Of prefill where traced, else decode.",
         ("step", "document", "position", "layer"),
-        ("token_id", "domain", "phase", "experts", "gates", "entropy")),
+        ("token_id", "domain", "phase", "experts", "gates", "entropy", "margin", "probed")),
     Table("contexts",
         "Places where an expert's gate is largest, one per window and phrase; from the vocabulary's sample.",
         ("step", "layer", "expert", "rank"),

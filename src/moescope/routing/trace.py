@@ -44,6 +44,7 @@ Format = Literal["vllm", "sglang", "llamacpp", "route", "table", "moescope"]
 class TraceSettings(ReadSettings):
     phases: tuple[str, ...] = ("prefill",)
     save_tokens: bool = False
+    probe_next: bool = False
     maps: tuple[str, ...] = ("pca", "tsne")
     seed: int = 0
 
@@ -61,6 +62,7 @@ def trace(
     max_tokens: int | None = None,
     phase: Phase = "prefill",
     save_tokens: bool = False,
+    probe_next: bool = False,
     maps: Maps = "tsne",
     dtype: Dtype = "auto",
     batch_size: int = 8,
@@ -111,7 +113,9 @@ def trace(
     revisions : LIST
         Revisions of one hub model, as steps: step1000,step2000.
     save_tokens : bool
-        Also store the experts and gates of every token.
+        Also store the experts, gates and selection margin of every token.
+    probe_next : bool
+        With --save-tokens: also ask every MoE layer's router about the state that the one before it got.
     maps : METHOD
         Maps of experts: tsne makes PCA and t-SNE, umap also UMAP (slow; needs the extra `maps`).
     dtype : DTYPE
@@ -172,6 +176,8 @@ def trace(
         return trace_recorded(VERB, given)
     if format is not None or experts is not None:
         raise BadInput("--format and --experts need --recorded FILE; give it, or leave them out")
+    if probe_next and not save_tokens:
+        raise BadInput("--probe-next stores what it finds with every token; give --save-tokens too")
     names = step_names(models, revisions)
     for name in names:
         check_routed(name)
@@ -191,7 +197,7 @@ def trace(
         check_token_ids(names, reading)
     phases = ("prefill", "decode") if phase == "both" else (str(phase),)
     reads = (max_tokens, dtype, batch_size, chat_template, trust_remote_code)
-    settings = TraceSettings(*reads, phases, save_tokens, methods, seed)
+    settings = TraceSettings(*reads, phases, save_tokens, probe_next, methods, seed)
     with open_run(folder, VERB, identity, overwrite, VERB.command(given)) as writer:
         how = Execution.of_run(writer, execution, memory_bytes, quiet)
         done_tasks = writer.done_tasks()
@@ -264,14 +270,14 @@ def trace_step(
     given = (domains, documents, settings.phases, settings.batch_size, names, number, stream)
     with writer.timed("trace"):
         if isinstance(workers, LocalEngine):
-            result = trace_model(traced, *given, advance)
+            result = trace_model(traced, *given, advance, settings.probe_next)
         else:
             from moescope.execution.workers import ModelRequest, Workers
             from moescope.routing.trace_workers import trace_on_workers
 
             request = ModelRequest(name, dtype, trust, prefer_transformers=False)
             ray = Workers(workers, jobs, request, how, advance, len(settings.phases))
-            result = trace_on_workers(traced, ray.run, *given)
+            result = trace_on_workers(traced, ray.run, *given, settings.probe_next)
     if not sum(result.corpus.documents):
         raise BadInput("the text holds no token; give a longer one")
     with writer.timed("tables"):

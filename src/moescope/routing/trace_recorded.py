@@ -49,6 +49,7 @@ OF_A_MODEL_RUN = (
     "max_tokens",
     "phase",
     "dtype",
+    "probe_next",
     "batch_size",
     "chat_template",
     "trust_remote_code",
@@ -200,6 +201,8 @@ def write_tokens(path: Path, parts: list[Stretch | Load], names: dict[int, str],
                 "experts": pa.ListArray.from_arrays(offsets, pa.array(chosen_RK[there_RK].astype(np.int32))),
                 "gates": none if gates_LTK is None else pa.ListArray.from_arrays(offsets, pa.array(flat)),
                 "entropy": none,
+                "margin": none,
+                "probed": none,
             }
             arrays = [pa.array(values[name]) for name in schema.names]
             table = pa.table(arrays, names=schema.names).cast(schema)

@@ -39,6 +39,7 @@ class PartSettings:
     phases: tuple[str, ...]
     save_tokens: bool
     output_documents: frozenset[int]  # whose expert outputs are averaged
+    probe_next: bool = False
 
 
 @dataclass(frozen=True)
@@ -62,7 +63,7 @@ def trace_part(
     outputs = OutputMeans(settings.n_domains, settings.phases[0])
     outputs.wanted = set(settings.output_documents)
     rows = HeldRows(settings.save_tokens)
-    tokens = TokenCollector(traced, find_blocks(traced.model), settings.phases[0], rows)
+    tokens = TokenCollector(traced, find_blocks(traced.model), settings.phases[0], rows, settings.probe_next)
     _, blocks = collect_batches(traced, part.batches, [counts, tokens, outputs], settings.phases, advance)
     counts.close()
     outputs.at = None
@@ -79,6 +80,7 @@ def trace_on_workers(
     names: dict[int, str],
     step: int = 0,
     token_file: Path | None = None,
+    probe_next: bool = False,
 ) -> Traced:
     """Return what `trace_model` returns, from parts that workers run.
 
@@ -98,7 +100,8 @@ def trace_on_workers(
 
     in_batches = list(batches(windows(seen_documents(), skeleton.window), batch_size))
     wanted = frozenset(outputs.wanted)
-    work = partial(trace_part, PartSettings(len(domains), phases, token_file is not None, wanted))
+    settings = PartSettings(len(domains), phases, token_file is not None, wanted, probe_next)
+    work = partial(trace_part, settings)
     waiting: dict[int, tuple[TracedPart, Path | None]] = {}
     joined = 0
     with TokenTable(token_file, step, names, domains) as table:
