@@ -8,7 +8,7 @@ choice hits every cache that is larger than its expert's depth in it. One replay
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -207,7 +207,8 @@ def last_times(replay: Replay, length: int) -> Integers:
     return last_RE
 
 
-def in_rows(values_S: NDArray[np.int32], length: int, filler: int) -> NDArray[np.int32]:
+def in_rows(values_S: NDArray[Any], length: int, filler: int) -> NDArray[Any]:
+    """Cut a sequence into rows; the last one is filled up."""
     rows = -(-len(values_S) // length)
     if len(values_S) == rows * length:
         return values_S.reshape(rows, length)
@@ -234,10 +235,10 @@ def belady_keys(replay: Replay, length: int, last_RE: Integers) -> Keys16:
     # what is chosen again in a later document only is never needed: 0
     later_RE = np.where(last_RE[:-1] == last_RE[1:], end_RE, 0)
     start_RE = np.where(within_RE, n + 1 + end_R[:, None] - next_RE[:-1], later_RE).astype(np.int16)
-    after_RL = in_rows(next_S, length, -1)
-    outside = np.flatnonzero((after_RL < 0) | (after_RL >= end_R[:, None]))
+    next_RL = in_rows(next_S, length, -1)
+    outside = np.flatnonzero((next_RL < 0) | (next_RL >= end_R[:, None]))
     outside = outside[outside < steps]
-    after_RL = (n + 1 + end_R[:, None] - after_RL).astype(np.int16)
+    after_RL = (n + 1 + end_R[:, None] - next_RL).astype(np.int16)
     expert, row = replay.sequence_S[outside], outside // length
     lasts = last_RE[row + 1, expert] == outside
     after_RL.reshape(-1)[outside] = np.where(lasts, end_RE[row, expert], 0)
@@ -350,7 +351,7 @@ class Segments:
 
     def settle(self, turn: int) -> None:
         """Replay from the given starts until every segment starts as the one before ends."""
-        active = []
+        active: list[int] = []
         for number, replay in enumerate(self.replays):
             begin, end = self.first[number : number + 2]
             if turn < len(replay.starts) and end > begin:
