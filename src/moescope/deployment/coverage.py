@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from moescope.deployment.tokens import TokenTrace
+from moescope.run import Run
 from moescope.types import Array, Integers
 
 if TYPE_CHECKING:
@@ -49,6 +50,19 @@ def coverage_tables(
             experts.append(expert_rows(name, layer, trace.layer_names[at], own, minimum))
         curves += curve_rows(name, counts, minimum, seed)
     return {"coverage": pd.concat(experts, ignore_index=True), "coverage_curve": pd.DataFrame(curves)}
+
+
+def count_tables(run: Run, minimum: int, seed: int) -> tuple[dict[str, pd.DataFrame], dict[int, Integers]]:
+    """Return the same of a trace that holds counts only, as one document; also tokens per expert."""
+    import pandas as pd
+
+    load = run.table("load").sort_values(["layer", "expert"])
+    counts = {int(layer): rows["tokens"].to_numpy(np.int64) for layer, rows in load.groupby("layer")}
+    names = dict(zip(load["layer"], load["layer_name"], strict=True))
+    experts = [expert_rows("", layer, names[layer], own[None], minimum) for layer, own in counts.items()]
+    curve = curve_rows("", np.concatenate(list(counts.values()))[None], minimum, seed)
+    tables = {"coverage": pd.concat(experts, ignore_index=True), "coverage_curve": pd.DataFrame(curve)}
+    return tables, counts
 
 
 def expert_rows(domain: str, layer: int, layer_name: str, counts_DE: Integers, minimum: int) -> pd.DataFrame:

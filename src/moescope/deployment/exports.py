@@ -41,7 +41,22 @@ def write_exports(
         chosen = [esft_experts(usage(chosen_TK[member_T], n), esft_share) for chosen_TK, n in parts]
         lists = {str(layer): experts for layer, experts in zip(trace.layers, chosen, strict=True)}
         safe = re.sub(r"[^A-Za-z0-9._-]+", "_", domain) or "text"
-        files[f"esft_{safe}.json"] = {"experts": lists, "shared_experts": False, "non_expert_modules": False}
+        files[f"esft_{safe}.json"] = esft_config(lists)
+    return write_files(folder, files)
+
+
+def write_lists(folder: Path, counts: dict[int, Integers], esft_share: float) -> list[str]:
+    """Write what needs no single tokens: hot lists, and experts for fine-tuning."""
+    lists = {str(layer): esft_experts(counts_E, esft_share) for layer, counts_E in counts.items()}
+    hot = hot_lists(list(counts), list(counts.values()))
+    return write_files(folder, {"hot_experts.json": hot, "esft_text.json": esft_config(lists)})
+
+
+def esft_config(lists: dict[str, list[int]]) -> dict[str, Any]:
+    return {"experts": lists, "shared_experts": False, "non_expert_modules": False}
+
+
+def write_files(folder: Path, files: dict[str, Any]) -> list[str]:
     (folder / FOLDER).mkdir(exist_ok=True)
     for name, content in files.items():
         write_json(folder / FOLDER / name, content)
@@ -95,8 +110,12 @@ def hot_lists(layers: list[int], counts: list[Integers]) -> dict[str, Any]:
 
 
 def esft_experts(counts_E: Integers, share: float) -> list[int]:
-    """Return the fewest experts whose share of the choices reaches the threshold, by falling share (ESFT,
-    Wang et al. 2024, arXiv 2407.01906); ties by ascending number."""
-    order = hottest_first(counts_E)
-    reached = np.cumsum(counts_E[order]) >= share * counts_E.sum() * (1 - 1e-12)
-    return order[: int(np.argmax(reached)) + 1].tolist() if counts_E.sum() else []
+    """Return the experts with the highest shares of the choices, until their sum reaches the threshold (ESFT,
+    Wang et al. 2024, arXiv 2407.01906).
+
+    As there, shares are rounded to four digits first; of equal ones the lower number comes first.
+    """
+    shares_E = np.round(counts_E / max(int(counts_E.sum()), 1), 4)
+    order = hottest_first(shares_E)[: int((counts_E > 0).sum())]
+    missing = np.cumsum(shares_E[order]) < share - 1e-12
+    return order[: int(missing.sum()) + 1].tolist()

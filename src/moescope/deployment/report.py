@@ -55,8 +55,10 @@ def summary(run: Run) -> Summary:
         f"{counted(info['tokens'], 'token')} of {info['phase']}, {counted(info['documents'], 'document')}, "
         f"{counted(info['layers'], 'MoE layer')}, {info['k']} experts per token"
     ]
-    keys, findings = cache_summary(run)
-    for part in (prefetch_summary, placement_summary, coverage_summary):
+    keys: list[KeyNumber] = []
+    findings: list[str] = []
+    parts = (cache_summary, prefetch_summary, placement_summary) if "residency" in run.tables else ()
+    for part in (*parts, coverage_summary):
         more_keys, more_findings = part(run)
         keys, findings = keys + more_keys, findings + more_findings
     return Summary(coverage, findings, keys)
@@ -169,7 +171,9 @@ def measures(run: Run) -> list[Measure]:
 
 def sections(run: Run, selection: Selection) -> list[Section]:
     tables = all_rows(run, selection)
-    parts = [residency_section(tables), prefetch_section(tables), placement_section(tables)]
+    parts = []
+    if "residency" in tables:
+        parts = [residency_section(tables), prefetch_section(tables), placement_section(tables)]
     return [*parts, coverage_section(tables), export_section(run)]
 
 

@@ -137,6 +137,8 @@ def deploy(
         raise BadInput(f"{folder}: the trace itself; give another --out")
     if done:
         return done
+    if traced.info.get("counts_only"):
+        return deploy_counts(traced, folder, identity, given)
     from moescope.deployment.exports import write_exports
     from moescope.deployment.tokens import read_tokens
 
@@ -166,6 +168,22 @@ def deploy(
             )
         writer.save_info(tokens=facts(tokens), exports=exports, warnings=found)
         return writer.finish({name: writer.joined(name) for name in TABLES})
+
+
+def deploy_counts(traced: Run, folder: Path, identity: dict[str, Any], given: dict[str, Any]) -> Run:
+    """Write what a trace of counts alone can show: coverage, hot lists, experts for fine-tuning."""
+    from moescope.deployment.coverage import count_tables
+    from moescope.deployment.exports import write_lists
+
+    with open_run(folder, VERB, identity, given["overwrite"], VERB.command(given)) as writer:
+        frames, counts = count_tables(traced, given["min_tokens"], given["seed"])
+        exports = write_lists(writer.path, counts, given["esft_share"])
+        setup = traced.info["setup"][0]["coverage"]
+        known = {"tokens": sum(setup["tokens"].values()), "documents": 1, "layers": len(counts)}
+        without = "the trace holds counts, no order of tokens: caches, prefetching and placement are skipped"
+        shown = {**known, "k": setup["k"][0], "phase": "prefill", "step": 0}
+        writer.save_info(tokens=shown, exports=exports, warnings=[without])
+        return writer.finish(frames)
 
 
 def table_tasks(

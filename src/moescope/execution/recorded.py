@@ -20,6 +20,7 @@ from numpy.lib import format as npy
 from numpy.typing import NDArray
 
 from moescope.errors import BadInput
+from moescope.execution.imatrix import read_imatrix
 from moescope.types import Array, Integers
 
 MOST_LAYERS = 1000
@@ -78,6 +79,8 @@ class Load:
     """Tokens per layer and expert, for a trace that holds no tokens."""
 
     counts_LE: Integers
+    layers: tuple[int, ...] = ()  # layer numbers; 0, 1, 2, ... where empty
+    k: int | None = None  # experts per token, where the trace tells them
 
 
 def read_trace(file: Path, format: str, shape: Shape) -> Iterator[Stretch | Load]:
@@ -424,18 +427,25 @@ def llamacpp(file: Path, shape: Shape) -> Iterator[Stretch]:
         yield Stretch(0, "text", "prefill", chosen_TLK, start, layers=tuple(layers))
 
 
+def imatrix(file: Path, shape: Shape) -> Iterator[Load]:
+    """An importance matrix of llama.cpp: tokens per expert, no order of tokens."""
+    layers, k = read_imatrix(file)
+    counts_LE = np.zeros((len(layers), shape.n_experts), dtype=np.int64)
+    for row, (layer, counts_E) in zip(counts_LE, layers.items(), strict=True):
+        expected = (shape.layers or {layer: shape.n_experts}).get(layer, 0)
+        if len(counts_E) > expected:
+            raise BadInput(f"{file}: {len(counts_E)} experts in layer {layer}, not {expected}; see --experts")
+        row[: len(counts_E)] = counts_E
+    yield Load(counts_LE, tuple(layers), k)
+
+
 def inferred_k(layers: list[NDArray[np.integer]], n_experts: int) -> int:
-    rows = [len(experts) for experts in layers]
-    divisor = int(np.gcd.reduce(rows))
+    divisor = int(np.gcd.reduce([len(experts) for experts in layers]))
     for k in range(min(n_experts, divisor), 1, -1):
-        if divisor % k == 0 and all(all_different(experts.reshape(-1, k)) for experts in layers):
+        ordered = (np.sort(experts.reshape(-1, k), axis=1) for experts in layers if divisor % k == 0)
+        if divisor % k == 0 and all(np.diff(groups, axis=1).all() for groups in ordered):
             return k
     return 1
-
-
-def all_different(groups: NDArray[np.integer]) -> bool:
-    ordered = np.sort(groups, axis=1)
-    return bool((ordered[:, 1:] != ordered[:, :-1]).all())
 
 
 # --- tables: parquet or CSV
@@ -643,7 +653,9 @@ def numbers_in(cell: str, kind: type, name: str, file: Path) -> NDArray[Any]:
 
 
 def expert_count(file: Path) -> int | None:
-    """Return the number of experts that a CSV's comments state (n_expert=128), None without such a line."""
+    """Return the number of experts that the file states (a CSV's comment n_expert=128), None without one."""
+    if file.suffix == ".gguf":
+        return max(len(counts_E) for counts_E in read_imatrix(file)[0].values())
     found = re.search(r"\bn_expert=(\d{1,6})\b", " ".join(csv_start(file)[0])) if is_csv(file) else None
     return int(found[1]) if found else None
 
@@ -652,8 +664,7 @@ def join_lists(lists: Any, file: Path) -> tuple[Any, Integers]:
     """Return the numbers of all lists in a row, and the lists' lengths."""
     if not all(isinstance(values, np.ndarray) and values.dtype.kind in "iuf" for values in lists):
         raise BadInput(f"{file}: column {lists.name} must hold lists of numbers; write the table again")
-    empty = np.zeros(0, dtype=np.int64 if lists.name == "experts" else np.float64)
-    numbers = np.concatenate([empty, *lists])
+    numbers = np.concatenate([np.zeros(0, np.int64 if lists.name == "experts" else np.float64), *lists])
     if lists.name == "experts" and numbers.dtype.kind not in "iu":
         raise BadInput(f"{file}: column experts must hold lists of whole numbers; write the table again")
     return numbers, np.array([len(values) for values in lists], dtype=np.int64)
@@ -669,6 +680,7 @@ READERS: dict[str, Callable[[Path, Shape], Iterator[Stretch | Load]]] = {
     "vllm": vllm,
     "sglang": sglang,
     "llamacpp": llamacpp,
+    "imatrix": imatrix,
     "route": route,
     "table": table,
     "moescope": table,
@@ -677,7 +689,7 @@ READERS: dict[str, Callable[[Path, Shape], Iterator[Stretch | Load]]] = {
 
 def find_format(file: Path) -> str:
     """Return the format that a file's name and header show; answers of servers look alike."""
-    found = {".npy": "vllm", ".pt": "sglang", ".parquet": "table"}.get(file.suffix)
+    found = {".npy": "vllm", ".pt": "sglang", ".parquet": "table", ".gguf": "imatrix"}.get(file.suffix)
     if is_csv(file):
         heads = csv_start(file)[1]
         found = "route" if "turn" in heads else "table" if "document" in heads else "llamacpp"

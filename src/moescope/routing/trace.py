@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
 Phase = Literal["prefill", "decode", "both"]
 Maps = Literal["tsne", "umap"]
-Format = Literal["vllm", "sglang", "llamacpp", "route", "table", "moescope"]
+Format = Literal["vllm", "sglang", "llamacpp", "imatrix", "route", "table", "moescope"]
 
 
 @dataclass(frozen=True)
@@ -107,7 +107,7 @@ def trace(
     recorded : FILE
         A trace that another tool wrote, or a table of tokens, instead of running a model.
     format : FORMAT
-        Format of the recorded trace; not needed for .csv, .csv.gz, .parquet, .npy and .pt.
+        Format of the recorded trace; not needed for .csv, .parquet, .npy, .pt and .gguf.
     experts : int
         Experts per layer of the recorded trace; not needed if a model folder is given.
     revisions : LIST

@@ -113,6 +113,7 @@ def trace_recorded(verb: Verb, given: dict[str, Any]) -> Run:
             f"layers {', '.join(map(str, dense))} skipped as dense: all slots of a token name one expert"
         )
         writer.save_info(
+            counts_only=not traced.has_tokens,
             device="cpu",
             setup=[setup],
             coverage=[setup["coverage"]],
@@ -297,8 +298,9 @@ def check_choices(parts: list[Stretch | Load], layers: set[int], shape: Shape) -
 
 def count_load(load: Load, shape: Shape) -> Traced:
     """Return counts per expert alone, as one document: no order of tokens, no pairs of experts."""
-    if shape.k is None:
-        raise BadInput("logical_count does not tell the experts per token; give the model's folder too")
+    k = load.k or shape.k
+    if k is None:
+        raise BadInput("these counts do not tell the experts per token; give the model's folder too")
     counts = []
     for number, counts_E in zip(layer_numbers(load, shape), load.counts_LE, strict=True):
         if number is not None and counts_E.any():
@@ -307,11 +309,11 @@ def count_load(load: Load, shape: Shape) -> Traced:
             sums_MBS = np.zeros((1, BUCKETS, len(SUMS)))
             counts_MBE[0, 0] = counts_E[:n]
             sums_MBS[0, 0, SUMS.index("assigned")] = counts_E.sum()
-            sums_MBS[0, 0, SUMS.index("tokens")] = counts_E.sum() // shape.k
+            sums_MBS[0, 0, SUMS.index("tokens")] = counts_E.sum() // k
             no_pairs_EE, no_gates = np.zeros((n, n)), np.zeros(counts_MBE.shape)
             name = f"layer {number}"
             counts.append(
-                LayerCounts(number, name, "prefill", shape.k, counts_MBE, no_gates, sums_MBS, no_pairs_EE)
+                LayerCounts(number, name, "prefill", k, counts_MBE, no_gates, sums_MBS, no_pairs_EE)
             )
     names = {layer.layer: layer.layer_name for layer in counts}
     check_size({layer.layer: layer.n_experts for layer in counts}, 1)
@@ -350,7 +352,7 @@ def trim_slots(stretches: list[Stretch]) -> list[Stretch]:
 
 def layer_numbers(part: Stretch | Load, shape: Shape) -> tuple[int | None, ...]:
     """Return the layer number of each of the trace's layers; None for those that the model calls dense."""
-    if isinstance(part, Stretch) and part.layers:
+    if part.layers:
         return part.layers
     n_layers = part.chosen_TLK.shape[1] if isinstance(part, Stretch) else len(part.counts_LE)
     if shape.layers and n_layers == len(shape.layers):
