@@ -177,7 +177,7 @@ class TokenCollector(PassCollector):
         if probe and (traced.two_stacks or isinstance(traced, StreamedModel)):
             what = "reads two stacks" if traced.two_stacks else "is run layer by layer"
             raise BadInput(
-                f"{traced.name}: {what}, and --probe-next needs the states of two layers of one stack at once; "
+                f"{traced.name}: {what}, and --probe-next needs the states of two layers at once; "
                 "leave it out, or use --execution resident"
             )
         self.before_TD: Tensor | None = None  # router input of the MoE layer before
