@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pandas as pd
 
 from moescope.intervention.estimates import expert_effects, summarise
+from moescope.intervention.verb import VERB
+from moescope.run import Run, open_run
 
 
 def frames(
@@ -100,3 +103,16 @@ def top_k_tables() -> dict[str, pd.DataFrame]:
     noise = 0.1 * generator.standard_normal((4, 40)) * (effects != 0)
     plan = {"name": "top_k", "k": [1, 2, 3, 4], "change": [f"top_k k={k}" for k in (1, 2, 3, 4)]}
     return {"interventions": summarise(*frames(tokens * (effects + noise), tokens, plan, domain))}
+
+
+def write_run(folder: Path, tables: dict[str, pd.DataFrame]) -> Run:
+    """Write the run folder of an intervene with these tables."""
+    whole = {"layer", "expert", "k", "draw", "of", "controls"}
+    frames = {
+        name: frame.astype(dict.fromkeys(whole & set(frame), "Int64"))
+        for name, frame in tables.items()
+    }
+    documents = int(tables["interventions"]["documents"].max())
+    with open_run(folder, VERB, {"arguments": {}, "checkpoints": []}) as writer:
+        writer.save_info(setup={"documents": documents}, warnings=[])
+        return writer.finish(frames)

@@ -203,15 +203,15 @@ def effect_by_domain(tables: Tables) -> Figure:
         "showlegend": False,
     }
     tested = changes(tables["interventions"])
+    title = {"text": "change", "standoff": 8}
+    names_axis = {"type": "category", "autorange": "reversed", "automargin": True, "title": title}
     return Figure(
         "effect_by_domain",
         f"{label.capitalize()} by domain",
         domain_words(tested[tested["domain"] != ALL], column),
         (column, "q", "interventions.domain"),
         [trace, dots],
-        base_layout(
-            "domain", "change", xaxis=CATEGORIES, yaxis={"type": "category", "autorange": "reversed"}
-        ),
+        base_layout("domain", "change", xaxis=CATEGORIES, yaxis=names_axis),
         height=max(260, 26 * len(names) + 110),
         details=f"The {counted(len(names), 'change')} with the largest value in any domain. Circles: q < "
         f"{CLAIMED}, corrected over all changes and domains. A domain with fewer than 10 judged documents "
@@ -397,10 +397,12 @@ def top_k_words(rows: pd.DataFrame) -> str:
     """The number of experts per token with the least loss, and the cost of one."""
     asked = whole(rows).sort_values("k")
     best, fewest = asked.loc[asked["loss_difference"].idxmin()], asked.iloc[0]
+    fewer = f"with {int(fewest['k'])}: {interval_words(fewest, 'loss_difference')} {NATS} more"
+    if best["kl"] == 0:
+        return f"Least loss as configured, with {counted(int(best['k']), 'expert')} per token; {fewer}."
     return (
-        f"Least loss with {counted(int(best['k']), 'expert')} per token: "
-        f"{interval_words(best, 'loss_difference')} {NATS} against as configured; with "
-        f"{int(fewest['k'])}: {interval_words(fewest, 'loss_difference')}."
+        f"Least loss with {counted(int(best['k']), 'expert')} per token, against as configured "
+        f"{interval_words(best, 'loss_difference')}; {fewer}."
     )
 
 

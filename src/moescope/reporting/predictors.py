@@ -292,7 +292,7 @@ def effect_predictors(tables: Tables) -> Figure:
         "predictor",
         "rank correlation",
         xaxis={**ticks, "range": [-0.5, len(names) - 0.5]},
-        yaxis={"range": [-1, 1]},
+        yaxis={"range": [-1.05, 1.1]},
     )
     return Figure(
         "effect_predictors", "What predicts an expert's effect", words, COLUMNS, data, layout, details=HOW
@@ -341,6 +341,8 @@ def effect_against(predictor: str) -> FigureSpec:
     def draw(tables: Tables) -> Figure:
         scores = expert_scores(tables).dropna(subset=[predictor, "loss_difference"])
         share = scores.groupby("layer")[predictor].rank(pct=True)
+        mean = scores["loss_difference"].abs().groupby(scores["layer"]).transform("mean")
+        times = (scores["loss_difference"] / mean.where(mean > 0)).to_numpy(float)
         layers = sorted(int(layer) for layer in scores["layer"].unique())
         colors = layer_colors(layers)
         points: Trace = {
@@ -349,14 +351,16 @@ def effect_against(predictor: str) -> FigureSpec:
             "name": "experts",
             "showlegend": False,
             "x": share.to_numpy(float),
-            "y": scores["loss_difference"].to_numpy(float),
+            "y": times,
+            "customdata": scores["loss_difference"].to_numpy(float),
             "text": [f"L{row.layer} E{row.expert}" for row in scores.itertuples()],
             "marker": {
                 "size": 6,
                 "opacity": 0.75,
                 "color": [colors[int(layer)] for layer in scores["layer"]],
             },
-            "hovertemplate": f"%{{text}}<br>{name}, rank %{{x:.0%}}<br>%{{y:.4g}} {NATS}<extra></extra>",
+            "hovertemplate": f"%{{text}}<br>{name}, rank %{{x:.0%}}<br>%{{customdata:.4g}} {NATS}"
+            "<extra></extra>",
         }
         found = {False: correlate(scores, predictor)}
         words = f"Mean rank correlation over {len(found[False].layers)} layers: {size_words(found[False])}"
@@ -366,7 +370,7 @@ def effect_against(predictor: str) -> FigureSpec:
         words += f" (permuted: ±{number(found[False].chance)}; ceiling: {number(found[False].ceiling)})."
         layout = base_layout(
             f"rank of {name} in its layer, low to high",
-            f"loss difference, {NATS}",
+            "loss difference, × layer mean",
             xaxis={"tickformat": ".0%", "range": [0, 1.03]},
         )
         data = [points, *([layer_colorbar(layers)] if len(layers) > 1 else [])]
