@@ -14,6 +14,7 @@ from moescope.checkpoint.source import in_memory
 from moescope.checkpoint.writing import Written
 from moescope.compression.plan import Fits, LayerFit, check_same_checkpoint
 from moescope.errors import BadInput
+from moescope.execution.models import TracedModel
 from moescope.families import MoeCheckpoint, read_moe
 from moescope.families.writing import PER_EXPERT, NewExpert, NewLayer, plan_moe, stacks_of, write_moe
 from moescope.types import ExpertWeights, LayerPlan, LayerWeights, Plan
@@ -198,13 +199,23 @@ class RunningExperts:
                 self.put(layer, expert, ExpertWeights(**parts))
 
 
-def share_experts(model: nn.Module, plan: Plan, fits: Fits) -> None:
+def share_experts(traced: TracedModel, plan: Plan, fits: Fits) -> None:
     """Give every member of a group the merged expert: n router rows then point at K experts (`tie`)."""
-    running = RunningExperts(model)
-    for layer in plan.layers:
+    layers = {layer.layer: layer for layer in plan.layers}
+    whole = None if traced.by_layer else RunningExperts(traced.model)
+
+    def share(number: int) -> None:
+        if number not in layers:
+            return
+        layer, fit, running = (
+            layers[number],
+            fits.get(number, LayerFit()),
+            whole or RunningExperts(traced.model),
+        )
         for group, shares in zip(layer.groups, layer.weights, strict=True):
             if len(group) > 1:
-                fit = fits.get(layer.layer, LayerFit())
-                new = merged_expert(running.layers[layer.layer], group, shares, fit)
+                new = merged_expert(running.layers[number], group, shares, fit)
                 for member in group:
-                    running.put(layer.layer, member, new)
+                    running.put(number, member, new)
+
+    traced.change_layers(share)

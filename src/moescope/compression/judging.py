@@ -119,7 +119,7 @@ def judge_models(
             if plan.router != "tie":
                 return text.load(str(written))
             traced = text.load(text.model)
-            share_experts(traced.model, plan, fits)
+            share_experts(traced, plan, fits)
             return traced
 
         name, plan, fits = compressed

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -40,6 +40,7 @@ from moescope.compression.reap import reap
 from moescope.compression.saliency import RoutedSums
 from moescope.errors import BadInput
 from moescope.execution.adapters import CONTRACT, Block, adapter_of, find_blocks
+from moescope.execution.streamed import StreamedModel
 from moescope.families import MoeCheckpoint
 from moescope.families.counts import GROUPS
 from moescope.families.reading import config_value, text_config
@@ -382,10 +383,13 @@ def merge_in_sequence(
 ) -> list[MergedLayer]:
     """Merge layer by layer, each on states recomputed through the merged layers before it (as in REAM).
 
-    Reads the calibration text once per layer after the first. The running model is restored at the end.
+    Reads the calibration text once per layer after the first; a streamed run once in all. The running model
+    is restored at the end.
     """
     assert evidence.traced is not None
-    model = evidence.traced().model
+    traced, model = evidence.traced(), evidence.traced().model
+    if isinstance(traced, StreamedModel):
+        return merge_while_streaming(evidence, traced, group, matched, collectors)
     running = RunningExperts(model)
     blocks = {block.layer: block for block in find_blocks(model)}
     merged: list[MergedLayer] = []
@@ -402,6 +406,48 @@ def merge_in_sequence(
     return merged
 
 
+def merge_while_streaming(
+    evidence: Evidence,
+    traced: StreamedModel,
+    group: Group,
+    matched: bool,
+    collectors: tuple[Callable[[], SumCollector], ...],
+) -> list[MergedLayer]:
+    """Merge each layer when all text has passed it, and let the text pass it again, merged, to the next."""
+    assert evidence.recalibrate is not None
+    sample, seen = StateSample(evidence.settings.seed, layers=len(evidence.keep)), SeenBlocks()
+    summed = [RoutedSums(), *(collector() for collector in collectors)]
+    merged: dict[int, MergedLayer] = {}
+
+    @contextmanager
+    def revise(number: int) -> Iterator[None]:
+        layer, block = layer_evidence(evidence, number), seen.blocks[number]
+        if merged:
+            layer = with_evidence(layer, summed, sample, block)
+        merged[number] = merge_layer(evidence, layer, group, matched)
+        plan, fit = merged[number].plan, merged[number].fit
+        running = RunningExperts(traced.model)
+        with merged_in_place(running, block, plan, fit, layer.gating, layer.top_k):
+            yield
+
+    with traced.revised(revise):
+        evidence.recalibrate([*summed, sample, seen])
+    return [merged[number] for number in evidence.keep]
+
+
+class SeenBlocks:
+    """SumCollector that holds the blocks whose routing it was shown."""
+
+    def __init__(self) -> None:
+        self.blocks: dict[int, Block] = {}
+
+    def consume(self, routing: Routing, block: Block) -> None:
+        self.blocks[routing.layer] = block
+
+    def sums(self) -> Sums:
+        return {}
+
+
 def recalibrate_layer(
     evidence: Evidence, layer: LayerEvidence, collectors: list[SumCollector]
 ) -> LayerEvidence:
@@ -412,11 +458,22 @@ def recalibrate_layer(
     blocks = evidence.recalibrate(
         [OneLayer(layer.number, collector) for collector in (*summed, sample)]
     ).blocks
+    return with_evidence(layer, summed, sample, blocks[layer.number])
+
+
+def with_evidence(
+    layer: LayerEvidence, summed: Sequence[SumCollector], sample: StateSample, block: Block
+) -> LayerEvidence:
+    """The layer's evidence replaced by what these collectors hold of it."""
     prefix = f"layer.{layer.number}."
-    sums = {name.removeprefix(prefix): part.cpu() for one in summed for name, part in one.sums().items()}
+    sums = {
+        name.removeprefix(prefix): part.cpu()
+        for one in summed
+        for name, part in one.sums().items()
+        if name.startswith(prefix)
+    }
     states = sample.states[layer.number]
-    scoring = blocks[layer.number].scoring
-    gating = layer.gating if scoring is None else find_gating(states, scoring)
+    gating = layer.gating if block.scoring is None else find_gating(states, block.scoring)
     return replace(layer, sums=sums, states=states, gating=gating)
 
 

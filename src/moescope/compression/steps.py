@@ -33,7 +33,6 @@ from moescope.compression.rows import cluster_geometry, cluster_rows, damage_row
 from moescope.decoder.routers import Router, router_class
 from moescope.errors import BadInput
 from moescope.execution.adapters import find_blocks
-from moescope.execution.models import TracedModel
 from moescope.families import MoeCheckpoint
 from moescope.families.writing import MoePlan, NewLayer, plan_moe
 from moescope.progress import progress
@@ -217,7 +216,6 @@ def calibrate_step(writer: RunWriter, work: Work, text: CalibrationText, quiet: 
     if "calibration" not in writer.done_tasks():
         with writer.timed("load"):
             reader = text.reader
-            check_way(work, reader)
         if work.judge:
             check_judgeable(reader, text.held_out_documents())  # now rather than at the end
         (writer.path / "parts").mkdir(exist_ok=True)
@@ -232,19 +230,6 @@ def calibrate_step(writer: RunWriter, work: Work, text: CalibrationText, quiet: 
         writer.flush_task("calibration", {}, {}, files={CALIBRATION_FILE: file})
         writer.save_info()
     return load_calibration(writer.path / "parts" / "calibration" / CALIBRATION_FILE)
-
-
-def check_way(work: Work, traced: TracedModel) -> None:
-    """Raise for what needs the whole model in memory."""
-    options = {
-        "--sequential": work.settings.sequential,
-        "--router tie": (work.plan[0].router if work.plan else work.settings.router) == "tie",
-    }
-    for option in (option for option, given in options.items() if given and traced.by_layer):
-        raise BadInput(
-            f"{traced.name}: {option} changes the running model, which a streamed run does not hold; "
-            "use --execution resident, or omit it"
-        )
 
 
 def gather_evidence(work: Work, calibration: Calibration | None, text: CalibrationText | None) -> Evidence:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
@@ -146,6 +147,7 @@ def run_streamed(
     for collector in pass_collectors:
         collector.see_batches(all_batches)
     kinds = [type(collector).__name__ for collector in collectors]
+    kinds += [] if traced.revise is None else [secrets.token_hex(8)]  # revised layers cannot be resumed
     states = traced.open_states([batch.ids_BL for batch in all_batches], kinds)
     for record in states.records():
         restore_part(record, capture.blocks, collectors)
@@ -153,8 +155,10 @@ def run_streamed(
     traced.execution.on_total(n_tokens)
     done = n_tokens * states.part
     advance(done // traced.n_parts)
-    with traced.replaying(), only_resumable(states):
+    with traced.replaying(), only_resumable(states, traced.revise is None):
         for part in traced.loaded_parts(states.part):
+            layers = traced.weights.layers[part : part + 1] if traced.revise is not None else []
+            revised = [block.layer for layer in layers for block in layer.blocks]
             for number, batch in enumerate(all_batches):
                 current = Pass(batch, "prefill", 0, batch.ids_BL.shape[1], number)
                 for collector in pass_collectors:
@@ -169,26 +173,51 @@ def run_streamed(
                         collector.pause_pass(current)
                     else:
                         collector.end_pass(current, output)
-                if output is None:
+                if output is None and not revised:
                     states.put(number, outputs)
                 advance((done + batch.size) // traced.n_parts - done // traced.n_parts)
                 done += batch.size
+            if revised:
+                run_again(traced, capture, all_batches, states, revised)
             if part < traced.n_parts - 1 and states.resumes:
                 names = {block.name for block in traced.weights.layers[part].blocks}
                 ran = [block for block in capture.blocks if block.name in names]
-                states.commit(part_record(ran, collectors))
+                states.commit(part_record(ran, collectors) if traced.revise is None else {})
     states.remove()
     traced.execution.record(traced.name, bytes_read=traced.weights.bytes_read)
     return n_tokens
 
 
+def run_again(
+    traced: StreamedModel,
+    capture: Capture,
+    all_batches: list[Batch],
+    states: MemoryStates | FileStates,
+    layers: list[int],
+) -> None:
+    """Run every batch through the current layer as revised; collectors see nothing of it."""
+    assert traced.revise is not None
+    with ExitStack() as changes:
+        for layer in layers:
+            changes.enter_context(traced.revise(layer))
+        capture.busy = True
+        try:
+            for number, batch in enumerate(all_batches):
+                stored = states.get(number, traced.device)
+                with named_failures(traced):
+                    outputs, _ = traced.run(prefill_inputs(traced, batch), stored)
+                states.put(number, outputs)
+        finally:
+            capture.busy = False
+
+
 @contextmanager
-def only_resumable(states: MemoryStates | FileStates) -> Iterator[None]:
+def only_resumable(states: MemoryStates | FileStates, resumes: bool) -> Iterator[None]:
     """Leave hidden states behind after an error only where a run can resume from them."""
     try:
         yield
     except BaseException:
-        if states.part == 0:
+        if states.part == 0 or not resumes:
             states.remove()
         raise
 

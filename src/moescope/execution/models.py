@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging as python_logging
 import os
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from functools import cached_property
@@ -58,6 +58,11 @@ class TracedModel:
     def layer_loaded(self, layer: int) -> AbstractContextManager[None]:
         """Return a context in which the MoE layer of that number has its weights."""
         return nullcontext()
+
+    def change_layers(self, change: Callable[[int], None]) -> None:
+        """Call `change` with the number of every MoE layer, to change its weights while they are there."""
+        for block in find_blocks(self.model):
+            change(block.layer)
 
     def run_all(self, inputs: Sequence[dict[str, Any]]) -> Iterator[Any]:
         """Yield the whole model's output, logits included, for each of the inputs."""

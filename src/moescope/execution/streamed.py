@@ -12,7 +12,7 @@ import json
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, ClassVar
@@ -54,6 +54,9 @@ class StreamedModel(TracedModel):
     outputs: dict[str, Any] = field(default_factory=dict, repr=False)  # stack -> its stored output
     last_called: int = -1
     versions: list[int] = field(default_factory=list, repr=False)  # of the stored outputs' tensors
+    change: Callable[[int], None] | None = field(default=None, repr=False)  # of an MoE layer that was loaded
+    # of an MoE layer that all batches have passed: they pass it again in this context, for the next layer
+    revise: Callable[[int], AbstractContextManager[None]] | None = field(default=None, repr=False)
 
     @property
     def n_parts(self) -> int:
@@ -143,6 +146,7 @@ class StreamedModel(TracedModel):
             upcoming: Future[None] = reader.submit(self.load_part, first)
             for part in range(first, self.n_parts):
                 upcoming.result()
+                self.change_part(part)
                 if part + 1 < self.n_parts:
                     upcoming = reader.submit(self.load_part, part + 1)
                 self.current = part
@@ -151,6 +155,23 @@ class StreamedModel(TracedModel):
                 finally:
                     if part < len(self.weights.layers):
                         self.weights.free(part)
+
+    def change_layers(self, change: Callable[[int], None]) -> None:
+        self.change = change
+
+    def change_part(self, part: int) -> None:
+        for layer in self.weights.layers[part : part + 1]:
+            for block in layer.blocks if self.change is not None else ():
+                self.change(block.layer)  # type: ignore[misc]
+
+    @contextmanager
+    def revised(self, revise: Callable[[int], AbstractContextManager[None]]) -> Iterator[None]:
+        """Let all batches pass every MoE layer twice: as it is, then in the context `revise(layer)`."""
+        self.revise = revise
+        try:
+            yield
+        finally:
+            self.revise = None
 
     def load_part(self, part: int) -> None:
         self.weights.load(part if part < len(self.weights.layers) else "head")
@@ -161,6 +182,7 @@ class StreamedModel(TracedModel):
         part = next(at for at, each in parts if layer in [block.layer for block in each.blocks])
         with quiet_transformers():
             self.weights.load(part)
+        self.change_part(part)
         try:
             yield
         finally:
