@@ -21,8 +21,8 @@ from routing.tiny_text import save_model, texts, write_jsonl
 def place(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("intervene")
     save_model(folder / "mixtral")
-    write_jsonl(folder / "a.jsonl", texts(60, seed=0))
-    write_jsonl(folder / "b.jsonl", texts(60, seed=1, first=25, words=25))
+    write_jsonl(folder / "a.jsonl", texts(30, seed=0))
+    write_jsonl(folder / "b.jsonl", texts(30, seed=1, first=25, words=25))
     return folder
 
 
@@ -58,7 +58,7 @@ def test_one_change_against_transformers_with_the_weight_set_to_zero(place, tmp_
             p, q = (model(input_ids=ids[None]).logits[0, :-1].double().log_softmax(-1) for model in models)
             at = torch.arange(len(ids) - 1), ids[1:]
             assert row.tokens == len(ids) - 1
-            assert row.domain == "ab"[row.document >= 60]
+            assert row.domain == "ab"[row.document >= 30]
             assert row.loss == pytest.approx(-p[at].sum().item(), rel=1e-6, abs=1e-5)
             assert row.loss_changed == pytest.approx(-q[at].sum().item(), rel=1e-6, abs=1e-5)
             assert row.kl == pytest.approx((p.exp() * (p - q)).sum().item(), rel=1e-5, abs=1e-5)
@@ -68,7 +68,7 @@ def test_one_change_against_transformers_with_the_weight_set_to_zero(place, tmp_
         (rows["loss_changed"] - rows["loss"]).sum() / rows["tokens"].sum()
     )
     assert (effect["layer"], effect["expert"], effect["name"]) == (1, 2, "ablate")
-    assert 0.65 < len(rows) / 120 < 0.9
+    assert 0.65 < len(rows) / 60 < 0.9
 
 
 def test_a_sweep_of_experts_gives_the_numbers_of_single_changes(place, tmp_path):
@@ -214,8 +214,9 @@ def test_a_sweep_of_k_has_both_random_controls_and_another_expert_at_every_k(pla
         assert (controls["k"] == row["k"]).all()
         assert controls.loc[controls["role"] == "random subspace", "kl"].nunique() == 2
         assert row["controls"] == 2
-    single = intervene(place, tmp_path / "one", set="layer=1 project_out k=4").table("interventions")
-    assert single.query("domain == 'all'")["kl"].item() == asked.loc[asked["k"] == 4, "kl"].item()
+    single = intervene(place, tmp_path / "one", set="layer=1 project_out k=4")
+    documents = run.table("intervention_documents").query("change == 'layer=1 project_out k=4'")
+    assert documents["kl"].tolist() == single.table("intervention_documents")["kl"].tolist()
 
 
 def test_a_sweep_of_top_k_goes_to_twice_the_configured_number(place, tmp_path):
@@ -309,3 +310,16 @@ def test_a_lab_model_in_its_own_layout(router, tmp_path):
     if router == "hash":
         with pytest.raises(BadInput, match="logits"):
             moescope.intervene(model, set="layer=1 expert=0 skip", overwrite=True, **given)
+
+
+def test_two_documents_are_split_and_an_unused_expert_is_named(place, tmp_path):
+    """Tokens of one word choose two experts in layer 0; the others have no mean output."""
+    text = write_jsonl(tmp_path / "text.jsonl", ["word1 " * 40, "word1 " * 30])
+    given = {"text": text, "device": "cpu", "quiet": True}
+    made = moescope.intervene(
+        place / "mixtral", set="layer=0 expert=0,1,2,3 mean", out=tmp_path / "run", **given
+    )
+    assert made.info["setup"]["held_out"] == "tails"
+    assert made.table("intervention_documents")["tokens"].tolist() == [31, 23]
+    assert len(made.info["warnings"]) == 2
+    assert "of layer 0" in made.info["warnings"][1]

@@ -202,7 +202,7 @@ def test_afterwards_layers_have_their_own_forward_again():
     assert not any("forward" in vars(layer) for layer in model.model.layers)
 
 
-@pytest.mark.parametrize("router", ["top2", "spectra", "some", "loss_free", "expert_choice"])
+@pytest.mark.parametrize("router", ["spectra", "some", "expert_choice"])
 def test_a_lab_model_with_its_own_decoder_is_judged_from_stored_states(router, tmp_path):
     """Against the same model with the expert's last matrix set to zero, run as a whole."""
     from execution.test_lab_models import saved

@@ -130,7 +130,19 @@ def carry_out(
         "sweep": request.sweep,
         "layers": {layer: block.n_experts for layer, block in blocks.items()},
     }
-    writer.save_info(setup=facts)
+    warnings = list(writer.info.get("warnings", []))
+    if means or loads:
+        if text.held_out() == "tails":
+            warnings.append(
+                "a domain has too few documents to calibrate on some: the last fifth of each calibrates, "
+                "the rest is judged"
+            )
+        unused = [f"{expert} of layer {layer}" for layer, expert in means if not loads[layer][expert]]
+        if unused:
+            warnings.append(
+                f"no calibration token chooses expert {', '.join(unused)}: its mean output is taken as zero"
+            )
+    writer.save_info(setup=facts, warnings=list(dict.fromkeys(warnings)))
     return finish(writer, request, plan_frame(plan, blocks, names, loads))
 
 
