@@ -247,6 +247,20 @@ def test_bias_and_force_leave_gates_where_the_model_has_a_bias_for_choosing(text
     np.testing.assert_allclose(np.take_along_axis(gates, order, 1), expected, rtol=1e-4)
 
 
+def test_skip_masks_an_expert_that_its_bias_for_choosing_favours():
+    block = next(iter(blocks_of(tiny_model("deepseek_v3").model).values()))
+    model = trained(tiny("loss_free"), steps=1).eval()
+    with torch.no_grad():
+        block.router.e_score_correction_bias[1] = 5
+        model.blocks[0].mlp.router.bias_E[1] = 5
+    x, ids = Mixed().x, token_ids(2, 12)
+    assert (decided(block, x, [])[0] == 1).any(1).all()
+    assert not (decided(block, x, ["expert=1 skip"])[0] == 1).any()
+    assert (run_lab(model, ids).layers[0].chosen_TK == 1).any(1).all()
+    with moescope.modified(model, "expert=1 skip"):
+        assert not (run_lab(model, ids).layers[0].chosen_TK == 1).any()
+
+
 def test_temperature_divides_the_logits(case):
     close(case.under("temperature t=2.5"), case.mix(case.logits() / 2.5))
 
