@@ -25,6 +25,9 @@ MODEL = "runs/demo/checkpoints/step-800"
 TEXTS = "runs/demo/validation"
 DOMAINS = ("arithmetic", "code", "headers", "prose", "records")
 LARGEST = 200_000  # bytes per picture
+INTERVENE = f"moescope intervene {MODEL} " + " ".join(
+    f"--domain {name}={TEXTS}/{name}.jsonl" for name in DOMAINS
+)
 TUNE = Path(__file__).parents[1] / "examples" / "tune.toml"
 # The runs that pictures are taken of, by folder; later ones need the demo's.
 RUNS = {
@@ -35,6 +38,8 @@ RUNS = {
     "runs/half": f"moescope compress {MODEL} --keep 0.5 "
     + " ".join(f"--domain {name}={TEXTS}/{name}.jsonl" for name in DOMAINS)
     + " --max-tokens 20000 --apply runs/half-model --out runs/half",
+    "runs/experts": f"{INTERVENE} --sweep experts --max-tokens 20000 --out runs/experts",
+    "runs/directions": f"{INTERVENE} --sweep k --layers 0 --max-tokens 10000 --out runs/directions",
     "runs/deepseek": "moescope trace --recorded docs/data/deepseek_v2_lite.parquet --experts 64 "
     "--out runs/deepseek",
     "runs/qwen3-tokens": "moescope trace --recorded docs/data/qwen3_30b_a3b.route.csv.gz --save-tokens "
@@ -159,6 +164,27 @@ PICTURES = [
         "REAP saliency per layer and expert; the dropped half is at the low end.",
         "runs/half",
         "saliency_heatmap",
+    ),
+    Picture(
+        "effect-by-domain.webp",
+        "Experts that a domain needs",
+        "Loss when an expert is removed, beyond that of experts used as much, by domain.",
+        "runs/experts",
+        "effect_by_domain",
+    ),
+    Picture(
+        "effect-map.webp",
+        "Loss when each expert is removed",
+        "Loss difference per layer and expert; rings: more than experts used as much.",
+        "runs/experts",
+        "effect_map",
+    ),
+    Picture(
+        "projection-curve.webp",
+        "Removing router directions",
+        "Loss when router rows lose their component along their own expert, and random controls.",
+        "runs/directions",
+        "projection_curve",
     ),
     Picture(
         "deepseek-affinity.webp",

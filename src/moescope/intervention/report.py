@@ -298,7 +298,7 @@ def grids_section(tables: Tables) -> Section | None:
         "Effect over k",
         "Directions removed from router rows, or experts per token.",
         figures,
-        [effects_table(whole(grid), "Every k, with controls")],
+        [effects_table(whole(grid), "Every k")],
     )
 
 
