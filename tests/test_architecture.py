@@ -67,6 +67,7 @@ BETWEEN_SUBJECTS = {
     # a training is a monitored run that holds a scan and a trace
     "lab.train": ("weights.verb", "routing.trace", "routing.monitor", "routing.report_monitor"),
     "lab.training": ("routing.monitor",),
+    "lab.tuning": ("routing.trainer_monitor",),
     "lab.tables": ("routing.tables",),
     "lab.report_training": ("routing.report_monitor",),
     "lab.some_keys": ("routing.load_balance", "routing.metrics"),

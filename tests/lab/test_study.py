@@ -386,7 +386,7 @@ def test_epochs_of_a_study_are_steps_by_each_arms_batch(config: Path):
     content["arms"]["unbalanced"]["train"] = {"batch_size": 8}
     content["arms"]["broken"]["train"]["steps"] = 5
     base = study_from(content).base
-    corpus = read_corpus(base)
+    corpus = read_corpus(base.data)
     rows = make_data(base, corpus, training_vocabulary(base, corpus)).train.rows
     tokens = {arm["arm"]: arm["tokens"] for arm in plan_study(content)["arms"]}
     assert tokens == {
@@ -510,7 +510,7 @@ def test_what_is_kept_of_checkpoints_is_as_asked_for(keep: str, left: list[str],
 
 def test_the_text_is_read_once_and_kept_with_the_study(whole: Run, config: Path):
     settled = read_study(config)
-    corpus = read_corpus(settled.base)
+    corpus = read_corpus(settled.base.data)
     assert whole.info["corpus"] == corpus.identity
     kept = json.loads((whole.path / "text" / "corpus.json").read_text())
     assert kept["validation"] == corpus.validation

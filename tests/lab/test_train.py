@@ -107,7 +107,7 @@ def test_the_lock_of_a_training_is_gone_after_it(trained_run: Run):
 
 def test_a_small_limit_of_bytes_is_not_taken_for_none():
     config = config_from({"data": {"max_bytes": 3}})
-    assert sum(len(texts) for texts in read_corpus(config).train.values()) <= len(EMBEDDED)
+    assert sum(len(texts) for texts in read_corpus(config.data).train.values()) <= len(EMBEDDED)
 
 
 def test_another_config_into_the_same_folder_is_refused(trained_run: Run, tmp_path: Path):

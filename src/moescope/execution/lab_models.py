@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -14,7 +14,6 @@ import torch
 from torch import Tensor, nn
 
 from moescope.decoder.model import Consume, LabModel, MoE, parameter_counts
-from moescope.decoder.routers import Router, RouterInput
 from moescope.decoder.saving import (
     config_json,
     is_lab_checkpoint,
@@ -25,7 +24,7 @@ from moescope.decoder.saving import (
 )
 from moescope.decoder.vocabulary import Vocabulary
 from moescope.errors import BadInput
-from moescope.execution.adapters import Apart, Ask, Asked, Block, Decision, RouterReads, find_blocks
+from moescope.execution.adapters import Apart, Block, find_blocks
 from moescope.execution.model_names import checked_checkpoint
 from moescope.execution.models import (
     MOST_GROWTH,
@@ -36,6 +35,7 @@ from moescope.execution.models import (
     runner_of,
     with_tokenizer,
 )
+from moescope.execution.routers_alone import ask, with_router
 from moescope.execution.streamed import load_streamed
 from moescope.execution.ways import Execution, Expected, choose_way, expect_whole, sharded_placement
 from moescope.processor import avoid_broken_amx
@@ -143,28 +143,6 @@ def with_inputs(consume: Consume, inputs: dict[int, tuple[Tensor, Tensor | None]
         return
     x_TD, carried_TR = inputs.pop(routing.layer)
     consume(replace(routing, x_TD=x_TD, carried_TR=carried_TR))
-
-
-@torch.no_grad()
-def ask(router: Router, reads: RouterReads) -> Asked:
-    """Return the router's answer about single tokens: all are real, with id 0 where none is known."""
-    x_TD = reads.x_TD
-    ids_T = (
-        torch.zeros(len(x_TD), dtype=torch.long, device=x_TD.device) if reads.ids_T is None else reads.ids_T
-    )
-    real_T = torch.ones(len(x_TD), dtype=torch.bool, device=x_TD.device)
-    routed = router(RouterInput(x_TD.float(), ids_T, real_T, router.layer, reads.carried_TR))
-    return Asked(Decision(x_TD, routed.chosen_TK, routed.gates_TK), routed.logits_TE, routed.selection_TE)
-
-
-def with_router(router: Router, tensors: Mapping[str, Tensor], n_experts: int, top_k: int | None) -> Ask:
-    """Return a router of the same class and options with these tensors, for `n_experts` experts."""
-    config = replace(router.config, experts=n_experts, top_k=top_k or router.config.top_k)
-    with torch.random.fork_rng(devices=[]):  # its initial weights are discarded
-        changed = type(router)(config, router.layer, router.shared)
-    changed.load_state_dict(dict(tensors))
-    device = next((tensor.device for tensor in router.state_dict().values()), None)
-    return partial(ask, changed.to(device).eval())
 
 
 @dataclass(frozen=True)

@@ -19,12 +19,14 @@ from torch import Tensor, nn
 
 from moescope.checkpoint import Checkpoint
 from moescope.checkpoint.files import FLOAT_DTYPES
+from moescope.decoder.replacement import KEY
 from moescope.errors import BadInput
-from moescope.execution.adapters import find_blocks
+from moescope.execution.adapters import find_blocks, hands_out_routing
 from moescope.execution.capture import check_transformers
 from moescope.execution.chat_templates import ChatTemplate
 from moescope.execution.documents import WINDOW
 from moescope.execution.model_names import checked_checkpoint
+from moescope.execution.replaced import replaced_classes
 from moescope.processor import avoid_broken_amx
 from moescope.types import Integers
 
@@ -146,10 +148,14 @@ def find_model(name: str, trust_remote_code: bool = False) -> ModelSource:
     more["trust_remote_code"] = trust_remote_code
     checkpoint = checked_checkpoint(name)
     with loading(name):
-        config = AutoConfig.from_pretrained(path, **more)
+        if checkpoint is not None and KEY in (checkpoint.config or {}):
+            config, kind = replaced_classes(path, checkpoint.config or {})
+            more["trust_remote_code"] = False  # its code is ours: what lies beside it is not run
+        else:
+            config = AutoConfig.from_pretrained(path, **more)
+            kind = model_class(config, trust_remote_code)
         if not trust_remote_code:
             check_no_hub_code(name, config)
-        kind = model_class(config, trust_remote_code)
         if checkpoint is not None:
             check_sizes(kind, config, checkpoint)
     return ModelSource(name, path, more, config, kind, checkpoint)
@@ -184,6 +190,15 @@ def load_model(
     `placement` are arguments of transformers' loading: device_map, max_memory, offload_folder.
     """
     source = find_model(name, trust_remote_code)
+    model = load_weights(source, dtype, device, placement)
+    return with_tokenizer(TracedModel(name, model, runner_of(model), None, device), source)
+
+
+def load_weights(
+    source: ModelSource, dtype: str, device: str, placement: dict[str, Any] | None = None
+) -> Any:
+    """Load a model, with or without experts; raise where weights are missing or not finite."""
+    name = source.name
     with loading(name):
         model, info = source.kind.from_pretrained(
             source.path,
@@ -200,8 +215,7 @@ def load_model(
             )
     check_finite(model, name)
     avoid_broken_amx(device, any(weight.dtype in HALF for weight in model.parameters()))
-    model = (model.to(device) if placement is None else model).eval()
-    return with_tokenizer(TracedModel(name, model, runner_of(model), None, device), source)
+    return (model.to(device) if placement is None else model).eval()
 
 
 def with_tokenizer(traced: Traced, source: ModelSource) -> Traced:
@@ -340,6 +354,8 @@ def model_class(config: Any, trust_remote_code: bool = False) -> Any:
 
 def runner_of(model: nn.Module) -> Any:
     """Return the smallest part of the model that holds all its MoE blocks: the stack without the head."""
+    if hands_out_routing(model):
+        return model
     n_blocks = len(find_blocks(model))
     candidates = [] if model.config.is_encoder_decoder else [getattr(model, "get_decoder", lambda: None)()]  # type: ignore[union-attr]
     for part in (*candidates, getattr(model, "base_model", None)):

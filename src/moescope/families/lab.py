@@ -3,6 +3,7 @@
 Routers without a row per expert (see `Router.has_rows`) are supported too: their experts are read.
 """
 
+from collections.abc import Callable
 from dataclasses import replace
 
 from moescope.errors import BadInput
@@ -46,17 +47,24 @@ def rowless_router(config: Config) -> str | None:
     return None if facts["has_rows"] else str(facts["name"])
 
 
-def router_state(tensors: LayerTensors) -> tuple[RouterState, ...]:
-    """Return the layer's router tensors besides rows and biases."""
-    kinds: dict[str, str] = router_facts(tensors.checkpoint.config or {})["state_tensors"]
-    for name, kind in kinds.items():
-        if kind not in KINDS:
-            raise BadInput(
-                f"{tensors.checkpoint.shown}: config.json: moescope_router: the kind of tensor {name} is "
-                f"{kind!r}, not {', '.join(KINDS)}; copy the checkpoint again"
-            )
-    names = {f"{ROUTER}{name}": kind for name, kind in kinds.items()}
-    return tuple(tensors.state(name, kind) for name, kind in names.items() if tensors.has(name))
+def router_state_of(place: str) -> Callable[[LayerTensors], tuple[RouterState, ...]]:
+    """Return a reader of the router's tensors besides rows and biases, whose names begin so."""
+
+    def read(tensors: LayerTensors) -> tuple[RouterState, ...]:
+        kinds: dict[str, str] = router_facts(tensors.checkpoint.config or {})["state_tensors"]
+        for name, kind in kinds.items():
+            if kind not in KINDS:
+                raise BadInput(
+                    f"{tensors.checkpoint.shown}: config.json: moescope_router: the kind of tensor {name} is "
+                    f"{kind!r}, not {', '.join(KINDS)}; copy the checkpoint again"
+                )
+        names = {f"{place}{name}": kind for name, kind in kinds.items()}
+        return tuple(tensors.state(name, kind) for name, kind in names.items() if tensors.has(name))
+
+    return read
+
+
+router_state = router_state_of(ROUTER)
 
 
 def up_and_down(tensors: LayerTensors) -> Stacks:

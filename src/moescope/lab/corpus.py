@@ -20,7 +20,7 @@ from pathlib import Path
 from moescope.decoder.vocabulary import Vocabulary, load_vocabulary, make_vocabulary
 from moescope.errors import BadInput
 from moescope.execution.texts import STDIN, Source, existing, is_hub_text, sources
-from moescope.lab.config import LabConfig
+from moescope.lab.config import DataConfig, LabConfig
 
 BYTES_PER_DOMAIN = 1_000_000
 VALIDATION_BYTES = 60_000  # per domain, saved with the run for tracing
@@ -165,9 +165,8 @@ def limited(documents: Iterable[Document], most: int) -> Iterator[Document]:
 # --- the text of a training
 
 
-def read_corpus(config: LabConfig) -> Corpus:
+def read_corpus(data: DataConfig) -> Corpus:
     """Return the embedded corpus, or that of the config's text."""
-    data = config.data
     if not data.text and not data.domains:
         share = max(data.max_bytes // len(EMBEDDED), 1) if data.max_bytes else BYTES_PER_DOMAIN
         return embedded_corpus(share, data.validation_share)

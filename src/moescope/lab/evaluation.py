@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
+from torch import nn
+from torch.nn.functional import cross_entropy
 
 from moescope.decoder.model import LabModel
 from moescope.decoder.saving import load_model
@@ -43,7 +45,7 @@ class Evaluation:
 
 @torch.no_grad()
 def evaluate(
-    model: LabModel, rows: TokenRows, step: int, batch_size: int, device: str, dtype: str
+    model: nn.Module, rows: TokenRows, step: int, batch_size: int, device: str, dtype: str
 ) -> Evaluation:
     """Return the loss on these rows in evaluation mode; the previous mode is restored."""
     before = model.training
@@ -69,12 +71,17 @@ def evaluate(
     return Evaluation(step, float(sums_D.sum() / counts_D.sum()), by_domain, published)
 
 
-def token_losses(model: LabModel, ids: Ids, mask: Any, targets: Ids, device: str, dtype: str) -> Array:
-    """Return the loss of every target in nats, [B, L]."""
+def token_losses(model: nn.Module, ids: Ids, mask: Any, targets: Ids, device: str, dtype: str) -> Array:
+    """Return the loss of every target in nats, [B, L], of a lab model or one of transformers."""
     ids_BL, mask_BL, targets_BL = (torch.from_numpy(part).to(device) for part in (ids, mask, targets))
     with torch.autocast(device.split(":")[0], torch.bfloat16, enabled=dtype == "bfloat16"):
-        output = model(ids_BL, mask_BL=mask_BL, targets_BL=targets_BL)
-    losses_BL: Array = output.token_losses_BL.double().cpu().numpy()
+        if isinstance(model, LabModel):
+            losses = model(ids_BL, mask_BL=mask_BL, targets_BL=targets_BL).token_losses_BL
+        else:
+            logits = model(input_ids=ids_BL, attention_mask=mask_BL.long(), use_cache=False).logits
+            flat = cross_entropy(logits.float().flatten(0, 1), targets_BL.flatten(), reduction="none")
+            losses = flat.view_as(targets_BL)
+    losses_BL: Array = losses.double().cpu().numpy()
     return losses_BL
 
 
@@ -122,7 +129,7 @@ def spread(tokens: Ids, length: int, most: int) -> Iterator[Ids]:
 
 @torch.no_grad()
 def document_losses(
-    model: LabModel, sample: DocumentSample, batch_size: int, device: str, dtype: str = "float32"
+    model: nn.Module, sample: DocumentSample, batch_size: int, device: str, dtype: str = "float32"
 ) -> pd.DataFrame:
     """Return a table of document, domain, tokens, loss: the mean over its tokens, each window on its own."""
     import pandas as pd

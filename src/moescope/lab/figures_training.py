@@ -123,6 +123,47 @@ def gain_by_domain(tables: Tables) -> Figure:
     )
 
 
+def base_losses(tables: Tables) -> Figure:
+    """Draw every model's loss minus the untouched model's, by domain, with intervals."""
+    rows = tables["base_losses"]
+    rows = rows[rows["model"] != "untouched"].assign(domain=rows["domain"].replace("", "all domains"))
+    data: list[Trace] = []
+    for index, (model, group) in enumerate(rows.groupby("model", sort=False)):
+        known = group["difference_low"].notna()
+        down = (group["difference"] - group["difference_low"]).where(known, 0)
+        up = (group["difference_high"] - group["difference"]).where(known, 0)
+        data.append(
+            {
+                "type": "scatter",
+                "mode": "markers",
+                "name": str(model),
+                "x": group["difference"].to_numpy(float),
+                "y": group["domain"].tolist(),
+                "marker": {"size": 9, "color": category_style(index)["color"]},
+                "error_x": {
+                    "type": "data",
+                    "symmetric": False,
+                    "array": up.to_numpy(float),
+                    "arrayminus": down.to_numpy(float),
+                },
+                "hovertemplate": f"{model}, %{{y}}<br>%{{x:.4g}} nats per token<extra></extra>",
+            }
+        )
+    places = list(dict.fromkeys(rows["domain"]))
+    data.append(grey_line([0, 0], [places[0], places[-1]], "untouched model"))
+    total = rows[(rows["domain"] == "all domains") & (rows["model"] == "trained")].iloc[0]
+    caption = (
+        f"Trained minus untouched, all domains: {number(total['difference'])} nats per token (equal: 0)."
+    )
+    layout = base_layout("loss minus the untouched model's (nats per token)", "domain")
+    layout["yaxis"] |= {"type": "category", "autorange": "reversed", "automargin": True}
+    layout["yaxis"]["title"] = {"text": "domain", "standoff": 12}
+    columns = ("base_losses.difference", "base_losses.difference_low")
+    details = "Bars: 95 % over documents, paired; none under 20 documents. One training, so no other seeds."
+    title = "Loss against the untouched model"
+    return Figure("base_losses", title, caption, columns, data, layout, height=360, details=details)
+
+
 # --- gradients and speed
 
 
@@ -243,4 +284,5 @@ KEYS = [
     FigureSpec("key_map", ("key_map",), key_map),
 ]
 LOSS_BY_RUN = FigureSpec("loss_by_run", ("evaluations",), loss_by_run)
-TRAIN_FIGURES = [*LOSSES, *SPEED.values(), *KEYS]
+BASE_LOSSES = FigureSpec("base_losses", ("base_losses",), base_losses, wide=True)
+TRAIN_FIGURES = [*LOSSES, BASE_LOSSES, *SPEED.values(), *KEYS]

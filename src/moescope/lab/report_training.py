@@ -9,7 +9,7 @@ from typing import Any
 import pandas as pd
 
 from moescope.errors import BadInput
-from moescope.lab.figures_training import KEYS, LOSS_BY_RUN, LOSSES, SPEED, all_domains
+from moescope.lab.figures_training import BASE_LOSSES, KEYS, LOSS_BY_RUN, LOSSES, SPEED, all_domains
 from moescope.lab.tables import TRAIN_TABLES
 from moescope.plotting.style import RANDOM, byte_size, counted, listed, number, span
 from moescope.reporting.pack import plain, table_payload
@@ -38,6 +38,10 @@ from moescope.verb import (
     all_rows,
 )
 
+BASE_COLUMNS = (
+    *("model", "domain", "documents", "tokens", "loss"),
+    *("difference", "difference_low", "difference_high"),
+)
 METRIC_WORDS = {
     "gini": "Gini of the load",
     "load_entropy_bits": "entropy of the load in bits",
@@ -83,7 +87,7 @@ def summary(run: Run) -> Summary:
     if len(behind):
         text = f"No better than the unigram baseline: {listed(list(behind))}."
         findings.append(Finding(text, figure="gain_by_domain"))
-    findings += status(run)
+    findings = [*base_findings(run), *findings, *status(run)]
     if is_routed(run):
         chosen = run.info["router_facts"]["experts_choose"]
         findings += load_findings(run, ", by construction: experts choose tokens" if chosen else "")
@@ -93,6 +97,28 @@ def summary(run: Run) -> Summary:
     if is_routed(run):
         numbers += key_numbers(run)
     return Summary(coverage(run), [*findings, *alert_findings(run)], numbers)
+
+
+def base_findings(run: Run) -> list[str]:
+    """Compare a base after training with the untouched model, on the same held-out documents."""
+    if "base_losses" not in run.tables:
+        return []
+    rows = run.table("base_losses").query("domain == '' and model != 'untouched'").set_index("model")
+    findings: list[str] = []
+    for name in [name for name in rows.index if name != "upcycled"]:
+        row = rows.loc[name]
+        word = "lower" if row["difference"] < 0 else "higher"
+        low, high = row["difference_low"], row["difference_high"]
+        interval = "no interval: it needs 20 documents and two per domain"
+        if low == low:
+            interval = f"95 % interval {number(low)} to {number(high)}, {int(row['documents'])} documents"
+        named = "The trained model" if name == "trained" else f"Control ({name})"
+        text = (
+            f"{named}: {number(row['loss'])} nats per token on held-out documents, "
+            f"{number(abs(row['difference']))} {word} than the untouched model ({interval}; one training)."
+        )
+        findings.append(Finding(text, figure="base_losses"))
+    return findings
 
 
 def overlay(runs: list[Run]) -> list[Section]:
@@ -164,6 +190,11 @@ def load_differences(runs: list[Run], names: dict[Path, str]) -> list[str]:
     return [Finding(text, figure="cv_by_step")]
 
 
+def model_of(run: Run) -> dict[str, Any]:
+    """Return the settings of the model; of a base they are known once it was loaded."""
+    return {**run.info["arguments"]["model"], **run.info.get("model", {})}
+
+
 def status(run: Run) -> list[str]:
     if run.info["status"] == "done":
         return []
@@ -172,7 +203,7 @@ def status(run: Run) -> list[str]:
 
 
 def coverage(run: Run) -> list[str]:
-    info, model = run.info, run.info["arguments"]["model"]
+    info, model = run.info, model_of(run)
     if "domains" not in info:  # stopped before its first step
         return [f"{model['router']} router"]
     sizes = info["domains"]
@@ -183,13 +214,25 @@ def coverage(run: Run) -> list[str]:
     experts = counted(model["experts"], "expert")
     if not info["router_facts"]["routes"]:
         experts = f"one block as wide as {counted(model['top_k'], 'expert')}"
-    starts = f"starts from {info['arguments']['from']} with its model and vocabulary"
+    origin, base = info["arguments"].get("from"), model.get("base")
+    starts = f"starts from {origin} with its model and vocabulary" if origin else f"trained from {base}"
     return [
         f"{model['router']} router, {counted(model['layers'], 'layer')} of {experts}; "
         f"{info['parameters_total']:,} parameters, {info['parameters_trainable']:,} trained",
-        *([starts] if info["arguments"].get("from") else []),
+        *([starts] if origin or base else []),
         *([info["frozen"]] if info.get("frozen") else []),
+        *replacement_lines(info, model),
         f"text: {listed(list(sizes))}, {byte_size(read)} for training; {entries}; corpus {info['corpus']}",
+    ]
+
+
+def replacement_lines(info: dict[str, Any], model: dict[str, Any]) -> list[str]:
+    """Say how far a new router agreed with the one that it replaced."""
+    if not (shares := info.get("routing_agreement")):
+        return []
+    mean, chance = sum(shares.values()) / len(shares), model["top_k"] / model["experts"]
+    return [
+        f"before training the new router chose {mean:.1%} of the old router's experts (random: {chance:.1%})"
     ]
 
 
@@ -210,6 +253,13 @@ def sections(run: Run, selection: Selection) -> list[Section]:
             [table_payload(TRAIN_TABLES["steps"], steps, STEP_COLUMNS, "All steps")],
         ),
     ]
+    if "base_losses" in tables:
+        words = "Loss on held-out documents, by domain, against the untouched model."
+        figures = [(BASE_LOSSES, tables)]
+        listed_rows = [
+            table_payload(TRAIN_TABLES["base_losses"], tables["base_losses"], BASE_COLUMNS, "All models")
+        ]
+        parts.insert(1, Section("base", "Against the untouched model", words, figures, listed_rows))
     if {"load", "routing_layers"} <= set(tables) and len(tables["load"]) and is_routed(run):
         parts += [load_section(run, []), *diagnostic_sections(run)]
     parts += gradient_sections(run)
@@ -245,7 +295,7 @@ def experts(run: Run) -> Iterator[LayerCards]:
 def is_routed(run: Run) -> bool:
     """Return whether tokens have a choice of experts."""
     facts: dict[str, Any] = run.info.get("router_facts", {})
-    return bool(facts.get("routes")) and int(run.info["arguments"]["model"]["experts"]) > 1
+    return bool(facts.get("routes")) and int(model_of(run)["experts"]) > 1
 
 
 def key_section(tables: Tables) -> Section:
@@ -262,4 +312,6 @@ def key_section(tables: Tables) -> Section:
 
 
 def page_title(run: Run) -> str:
-    return f"{run.name}: training with {run.info['arguments']['model']['router']}"
+    if base := run.info["arguments"]["model"].get("base"):
+        return f"{run.name}: training of {base}"
+    return f"{run.name}: training with {model_of(run)['router']}"

@@ -111,7 +111,7 @@ def study(
     if engine == "local":
         for arm in plan.arms:
             check_memory(arm.config, target_device)
-    corpus = read_corpus(plan.base)
+    corpus = read_corpus(plan.base.data)
     identity = {"arguments": jsonable(plan.as_dict()), "corpus": corpus.identity}
     name = Path(config).stem if isinstance(config, str | Path) else plan.reference
     folder, done = place_run(VERB, folder, name, identity, overwrite)
@@ -141,7 +141,7 @@ def plan_study(
     """Return the arms of a study with their sizes and total work; of the text it reads what epochs need."""
     _, plan = read_config(config, resume, out, overwrite=False)
     if any(arm.config.train.epochs for arm in plan.arms):
-        corpus = read_corpus(plan.base)
+        corpus = read_corpus(plan.base.data)
         plan = count_steps(plan, corpus, training_vocabulary(plan.base, corpus))
     arms: list[dict[str, Any]] = []
     for arm in plan.arms:

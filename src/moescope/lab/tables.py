@@ -349,6 +349,33 @@ TRAIN_COLUMNS: dict[str, Column] = {
         chance="the unigram baseline",
         best="the entropy of the text",
     ),
+    "base_losses.model": Column(
+        "text",
+        "untouched: the base as it was given; upcycled: a dense base with copies as experts, untrained; "
+        "trained: after training; dense, trained on: the dense base after as many steps on the same text.",
+    ),
+    "base_losses.domain": Column("text", "The domain of the documents; empty for all domains together."),
+    "base_losses.documents": Column("int", "Held-out documents."),
+    "base_losses.tokens": Column("int", "Tokens predicted in them."),
+    "base_losses.loss": Column(
+        "float",
+        "Mean loss in nats per token.",
+        "−mean log p(next token)",
+        chance="the untouched model",
+        best="the entropy of the text",
+    ),
+    "base_losses.difference": Column(
+        "float",
+        "Loss minus that of the untouched model on the same documents.",
+        "Σ tokens · (loss − untouched)/Σ tokens",
+        chance="0",
+    ),
+    "base_losses.difference_low": Column(
+        "float",
+        "Lower end of its 95 % interval: documents resampled within domains; null under 20 documents.",
+        misleads="Covers the choice of documents for this one training, not other seeds.",
+    ),
+    "base_losses.difference_high": Column("float", "Upper end of that interval."),
     "unigram_loss": Column(
         "float",
         "Loss of the unigram baseline: token frequencies of the training text, no context.",
@@ -383,6 +410,12 @@ TRAIN_TABLES: dict[str, Table] = {
     **MONITOR_TABLES,
     **define_tables(
         TRAIN_COLUMNS,
+        Table(
+            "base_losses",
+            "Loss on held-out documents of a model that existed before, trained and untouched.",
+            ("model", "domain"),
+            ("documents", "tokens", "loss", "difference", "difference_low", "difference_high"),
+        ),
         Table(
             "evaluations",
             "Loss on held-out text by step and domain, with its baselines.",

@@ -73,6 +73,7 @@ def train(
     preset: str | None = None,
     router: str | None = None,
     from_: str | Path | None = None,
+    base: str | Path | None = None,
     out: str | Path | None = None,
     resume: bool = False,
     device: str = "auto",
@@ -96,6 +97,9 @@ def train(
         A router's name, such as topk, loss_free or dense; docs/lab.md lists all.
     from_ : MODEL, default random weights
         Lab checkpoint to start from.
+    base : MODEL
+        Train routers or experts of this model instead, a checkpoint that transformers loads; a dense one is
+        upcycled. The config then has the tables base, data and train; see docs/existing.md.
     out : DIR, default runs/train-NAME-1
         Run folder.
     resume : bool
@@ -121,6 +125,8 @@ def train(
     from moescope.decoder.ranks import process_group
 
     folder = None if out is None else Path(out)
+    if base is not None:
+        return train_existing(given)
     folder, settled, origin = read_settings(config, preset, router, from_, seed, resume, folder, overwrite)
     place = choose_device(device)
     avoid_broken_amx(place, settled.train.dtype == "bfloat16")
@@ -129,7 +135,7 @@ def train(
             place = f"cuda:{ranks.local}"
         check_ranks(settled, ranks)
         check_memory(settled, place, ranks.world)
-        corpus = read_corpus(settled)
+        corpus = read_corpus(settled.data)
         vocabulary = training_vocabulary(settled, corpus, origin)
         (settled,) = with_steps([settled], corpus, vocabulary)
         identity = {"arguments": {**jsonable(asdict(settled)), "from": origin}, "corpus": corpus.identity}
@@ -145,8 +151,49 @@ def train(
                 run = run_training(job, overwrite, resume)
             if ranks.first:
                 assert run is not None
-                analyse(run, settled, corpus.domains, place, quiet)
+                analyse_lab(run, settled, corpus.domains, place, quiet)
         ranks.wait()  # for scan and trace on the first
+    return Run.load(folder)
+
+
+def train_existing(given: dict[str, Any]) -> Run:
+    """train --base: the training of a model that exists, with its scan and trace."""
+    from moescope.decoder.ranks import process_group
+    from moescope.lab.existing import (
+        ExistingJob,
+        check_base,
+        existing_config,
+        existing_identity,
+        run_existing,
+    )
+
+    for name in ("preset", "from_"):
+        if given[name] is not None:
+            raise BadInput(f"--{name.rstrip('_')} is for models of the lab; remove it, or --base")
+    name, config, out, quiet = str(given["base"]), given["config"], given["out"], given["quiet"]
+    if given["resume"]:
+        raise BadInput("--base with --resume: an unfinished training goes on when its command is repeated")
+    settled = existing_config(config, given["router"], given["seed"])
+    place = choose_device(given["device"])
+    avoid_broken_amx(place, settled.train.dtype == "bfloat16")
+    with process_group(place) as ranks:
+        if place == "cuda":
+            place = f"cuda:{ranks.local}"
+        check_base(name, settled, place)
+        corpus = read_corpus(settled.data)
+        identity = existing_identity(name, settled, corpus)
+        folder = Path(out) if out is not None else default_folder("train", Path(name).name, identity)
+        folder = Path(ranks.broadcast_object(folder))
+        job = ExistingJob(folder, name, settled, corpus, identity, place, ranks, quiet)
+        watching = {"verb": VERB, "identity": identity, "command": VERB.command(given)}
+        with lock_training(folder) if ranks.first else nullcontext(), unsaid_alerts(quiet):
+            run = None if given["overwrite"] else finished_run(folder, identity)
+            if not ranks.broadcast_object(run is not None):
+                run = run_existing(job, watching, given["overwrite"])
+            if ranks.first:
+                assert run is not None
+                analyse(run, [str((folder / "model").resolve())], corpus.domains, place, quiet)
+        ranks.wait()
     return Run.load(folder)
 
 
@@ -169,7 +216,7 @@ def count_parameters(
     _, settled, origin = read_settings(config, preset, router, from_, seed, resume, folder)
     check_texts(settled)
     if settled.train.epochs:
-        corpus = read_corpus(settled)
+        corpus = read_corpus(settled.data)
         (settled,) = with_steps([settled], corpus, training_vocabulary(settled, corpus, origin))
     return {**training_size(settled), "from": origin}
 
@@ -502,11 +549,8 @@ def window_length(train: TrainConfig) -> int:
 # --- after the last step
 
 
-def analyse(run: Run, config: LabConfig, domains: tuple[str, ...], device: str, quiet: bool) -> None:
-    """Scan and trace the trained model; each is skipped where it exists.
-
-    Failures are warnings, since the training itself is done; the same command tries again.
-    """
+def analyse_lab(run: Run, config: LabConfig, domains: tuple[str, ...], device: str, quiet: bool) -> None:
+    """Scan and trace the checkpoints of a lab model, and look at its keys where it has any."""
     from moescope.decoder.routers import router_class
     from moescope.lab.some_keys import key_tables
 
@@ -515,6 +559,19 @@ def analyse(run: Run, config: LabConfig, domains: tuple[str, ...], device: str, 
     states = (run.path / "checkpoints").resolve()  # recomputed: the run may have been moved since
     models = [str(states / Path(item["path"]).name) for item in chosen]
     routed = router.expert_shape(config.model)[0] > 1
+    analyse(run, models, domains, device, quiet, routed)
+    if routed and router.has_keys:
+        for name, frame in key_tables(run, config.model, models[-1], chosen[-1]["step"]).items():
+            write_table(TRAIN_TABLES[name], frame, run.path / f"{name}.parquet")
+
+
+def analyse(
+    run: Run, models: list[str], domains: tuple[str, ...], device: str, quiet: bool, routed: bool = True
+) -> None:
+    """Scan the last of these checkpoints and trace all; each is skipped where it exists.
+
+    Failures are warnings, since the training itself is done; the same command tries again.
+    """
     warnings = []
 
     def attempt(name: str, failure: str, make: Callable[[Path, bool], Run]) -> None:
@@ -534,9 +591,6 @@ def analyse(run: Run, config: LabConfig, domains: tuple[str, ...], device: str, 
     attempt("scan", NOT_SCANNED, run_scan)
     if routed:
         attempt("trace", NOT_TRACED, run_trace)
-    if routed and router.has_keys:
-        for name, frame in key_tables(run, config.model, models[-1], chosen[-1]["step"]).items():
-            write_table(TRAIN_TABLES[name], frame, run.path / f"{name}.parquet")
     repeated = (NOT_SCANNED, NOT_TRACED)
     before = [warning for warning in run.info.get("warnings", []) if not warning.startswith(repeated)]
     info = {**run.info, "warnings": [*dict.fromkeys([*before, *warnings])]}

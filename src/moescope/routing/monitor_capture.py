@@ -105,7 +105,7 @@ class TrainingCapture(Capture):
             inputs = {**dict(zip(argument_names(module), args, strict=False)), **kwargs}
             masks = {name: inputs.get(name) for name in ("attention_mask", "decoder_attention_mask")}
             if self.hands_out:
-                masks["attention_mask"] = inputs.get("mask_BL")
+                masks["attention_mask"] = inputs.get("mask_BL", masks["attention_mask"])
             self.masks = {
                 name: mask.reshape(-1)
                 for name, mask in masks.items()

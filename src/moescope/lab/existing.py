@@ -1,0 +1,607 @@
+"""train --base: train the routers or experts of a model that exists, and compare it with the untouched model.
+
+transformers' Trainer trains, with moescope's Monitor as its callback. A dense model is upcycled first.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import asdict, dataclass, field, replace
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from moescope.checkpoint import open_checkpoint
+from moescope.decoder.config import ModelConfig, Option, check_numbers, override, unknown_key
+from moescope.decoder.saving import FACTS, LAB
+from moescope.errors import BadInput, unknown_name
+from moescope.execution.model_names import checkpoint_identity
+from moescope.lab.config import DataConfig, TrainConfig, check_data, read_toml
+from moescope.lab.corpus import Corpus, save_validation
+from moescope.lab.tables import TRAIN_TABLES
+from moescope.lab.upcycling import is_dense, target_of, upcycle
+from moescope.progress import progress
+from moescope.run import (
+    Run,
+    check_folder,
+    jsonable,
+    mark_unfinished,
+    now,
+    open_run,
+    read_run_json,
+    write_table,
+)
+from moescope.storage import remove, whole_folder
+
+if TYPE_CHECKING:
+    import pandas as pd
+    from numpy.typing import NDArray
+
+    from moescope.checkpoint import Checkpoint
+    from moescope.decoder.ranks import Ranks
+    from moescope.decoder.replacement import Replaced
+    from moescope.execution.models import TracedModel
+    from moescope.lab.training import Data
+
+TRAINED = ("routers", "routers+experts", "experts", "everything")
+MODEL, UPCYCLED, TRAINER, CONTROL = "model", "upcycled", "trainer", "control"  # folders of the run
+UNTOUCHED, KEPT = "untouched", "kept"
+ONLY_LAB = {"data": ("vocabulary",), "train": ("compile", "paired_weights", "parallel")}
+
+
+@dataclass(frozen=True)
+class BaseConfig:
+    """What becomes of the base model."""
+
+    router: str = KEPT  # or a router of the lab, which replaces the model's own
+    router_options: dict[str, Option] = field(default_factory=dict)
+    trained: str = "routers"  # one of TRAINED
+    expert_list: str = ""  # with trained = "experts": a JSON file as moescope deploy writes it (esft_*.json)
+    balance: float = 0.01  # weight of the family's own balance loss, where it has one
+    experts: int = 8  # of a dense base: copies of every feed-forward block
+    top_k: int = 0  # experts per token; 0: as the base has it, 2 for a dense one
+    noise: float = 0.0  # of a dense base: added to every copy, as a multiple of its standard deviation
+    controls: bool = False  # of a dense base: also train the dense model on, as long and on the same text
+
+
+@dataclass(frozen=True)
+class ExistingConfig:
+    base: BaseConfig = field(default_factory=BaseConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    train: TrainConfig = field(
+        default_factory=lambda: TrainConfig(
+            sequence_length=512,
+            learning_rate=1e-4,
+            final_learning_rate=1e-5,
+            weight_decay=0.0,
+            evaluate_every=100,
+        )
+    )
+
+
+def existing_config(
+    config: str | Path | dict[str, Any] | None,
+    router: str | None,
+    seed: int | None,
+    where: str = "config",
+) -> ExistingConfig:
+    """Return the checked config of a TOML file, or of a dictionary such as it holds."""
+    if config is not None and not isinstance(config, dict):
+        where = str(config)
+    tables = {} if config is None else config if isinstance(config, dict) else read_toml(config)
+    parts = ("base", "data", "train")
+    for key in tables:
+        if key not in parts:
+            raise unknown_key(f"{where}: unknown table", key, list(parts))
+    for part, keys in ONLY_LAB.items():
+        for key in keys:
+            if key in tables.get(part, {}):
+                raise BadInput(f"{where}: [{part}] {key} is for models of the lab; remove it, or --base")
+    default = ExistingConfig()
+    settled = ExistingConfig(
+        *(override(getattr(default, part), tables.get(part, {}), f"{where}: [{part}]") for part in parts)
+    )
+    if router is not None:
+        settled = replace(settled, base=replace(settled.base, router=router))
+    if seed is not None:
+        settled = replace(settled, train=replace(settled.train, seed=seed))
+    check_existing(settled, where)
+    return settled
+
+
+def check_existing(config: ExistingConfig, where: str) -> None:
+    base, train = config.base, config.train
+    check_numbers("train", train, where)
+    check_data(config.data, where)
+    if base.trained not in TRAINED:
+        raise unknown_name("trained", base.trained, list(TRAINED))
+    if train.epochs or train.steps < 1:
+        raise BadInput(
+            f"{where}: [train] steps = {train.steps}, epochs = {train.epochs}; give steps, above 0"
+        )
+    if train.batch_size % train.micro_batches:
+        raise BadInput(
+            f"{where}: [train] batch_size {train.batch_size} must be a multiple of micro_batches, "
+            f"{train.micro_batches}"
+        )
+    if not 0 <= train.seed < 2**32:
+        raise BadInput(f"{where}: [train] seed must be 0 or more, and less than 2**32, not {train.seed}")
+    if base.router != KEPT:
+        from moescope.decoder.routers import router_class
+
+        if not router_class(base.router).routes:
+            raise BadInput(
+                f"{where}: [base] router {base.router} has no experts to choose from; name another"
+            )
+    elif base.router_options:
+        raise BadInput(f"{where}: [base] router_options are of a new router; name it with [base] router")
+    if not 0 <= base.balance < float("inf"):
+        raise BadInput(f"{where}: [base] balance must be 0 or more, not {base.balance}")
+    if (base.trained == "experts") != bool(base.expert_list):
+        raise BadInput(
+            f'{where}: [base] trained = "experts" and expert_list belong together; give both, or neither'
+        )
+
+
+# --- the model
+
+
+@dataclass(frozen=True)
+class TokenizerVocabulary:
+    """A tokenizer of transformers as the lab's vocabulary."""
+
+    tokenizer: Any
+    size: int
+    end: int
+    pad: int
+
+    @classmethod
+    def of(cls, traced: TracedModel) -> TokenizerVocabulary:
+        tokenizer = traced.tokenizer
+        if tokenizer is None:
+            raise BadInput(
+                f"{traced.name}: has no tokenizer, so no text can be read; add its tokenizer files"
+            )
+        end = tokenizer.eos_token_id
+        if end is None:
+            raise BadInput(f"{traced.name}: its tokenizer has no end-of-text token; set eos_token in it")
+        pad = end if tokenizer.pad_token_id is None else tokenizer.pad_token_id
+        return cls(tokenizer, traced.vocabulary, int(end), int(pad))
+
+    def encode(self, text: str) -> NDArray[np.int64]:
+        ids = self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+        return np.array(ids, dtype=np.int64)
+
+    def decode(self, ids: Any) -> str:
+        return str(self.tokenizer.decode(list(ids)))
+
+    def save(self, folder: Path) -> None:
+        self.tokenizer.save_pretrained(folder)
+
+
+def check_memory(checkpoint: Checkpoint, base: BaseConfig, device: str) -> None:
+    """Reject a model that cannot fit the device in float32, before it is loaded."""
+    from moescope.lab.cost import memory_of
+
+    count = sum(info.parameters for info in checkpoint.tensors.values())
+    if is_dense(checkpoint.config):
+        blocks = [info.parameters for name, info in checkpoint.tensors.items() if ".mlp." in name]
+        count += (base.experts - 1) * sum(blocks)
+    # weights; gradients and two moments of what is trained
+    needed = count * (16 if base.trained == "everything" else 4)
+    if needed > memory_of(device):
+        raise BadInput(
+            f"this training needs at least {needed / 1e9:,.1f} GB of memory, {device} has "
+            f"{memory_of(device) / 1e9:,.1f}; train less of the model, or use a larger device"
+        )
+
+
+def read_expert_list(path: str, layers: dict[int, int]) -> dict[int, list[int]]:
+    """Return layer -> experts to train, of a JSON file with {"experts": {layer: [expert, ...]}}.
+
+    `layers` are the model's MoE layers with their numbers of experts.
+    """
+    try:
+        lists = json.loads(Path(path).read_text(encoding="utf-8"))["experts"]
+        chosen = {int(layer): [int(expert) for expert in experts] for layer, experts in lists.items()}
+    except OSError as error:
+        raise BadInput(f"cannot read {path}: {error.strerror or error}; give [base] expert_list") from None
+    except (ValueError, KeyError, TypeError, AttributeError):
+        raise BadInput(
+            f'{path}: not a list of experts; it must hold {{"experts": {{"0": [1, 2]}}}}, as moescope deploy '
+            "writes it"
+        ) from None
+    for layer, experts in chosen.items():
+        if layer not in layers:
+            raise BadInput(
+                f"{path}: layer {layer} has no experts in this model; its MoE layers: {list(layers)}"
+            )
+        for expert in experts:
+            if not 0 <= expert < layers[layer]:
+                raise BadInput(f"{path}: layer {layer} has {layers[layer]} experts, no expert {expert}")
+    if not any(chosen.values()):
+        raise BadInput(f"{path}: names no expert; give at least one")
+    return chosen
+
+
+# --- held-out loss
+
+
+def held_out(model: Any, job: ExistingJob, vocabulary: TokenizerVocabulary) -> pd.DataFrame:
+    """Return document, domain, tokens and mean loss of held-out documents, the same for every model."""
+    from moescope.lab.evaluation import DocumentSample, document_losses
+
+    train = job.config.train
+    sample = DocumentSample.of(job.corpus.validation, vocabulary, train.sequence_length)
+    size = max(train.batch_size // train.micro_batches, 1)
+    return document_losses(model, sample, size, job.device, train.dtype)
+
+
+def compared_losses(losses: dict[str, pd.DataFrame], seed: int) -> list[dict[str, Any]]:
+    """Return rows of the table base_losses: every model and domain, against the untouched model.
+
+    The difference is of sums over tokens, paired by document, with a 95 % interval over documents.
+    """
+    from moescope.statistics import bootstrap_interval
+
+    reference = losses[UNTOUCHED]
+    rows = []
+    for name, frame in losses.items():
+        for domain in ("", *dict.fromkeys(reference["domain"])):
+            part = np.ones(len(frame), dtype=bool) if domain == "" else (frame["domain"] == domain).to_numpy()
+            tokens = frame["tokens"].to_numpy(float)[part]
+            loss, before = (each["loss"].to_numpy(float)[part] for each in (frame, reference))
+            sums = np.stack([tokens * loss, tokens * (loss - before), tokens], -1)
+            strata = np.unique(frame["domain"].to_numpy()[part], return_inverse=True)[1]
+            low, high = bootstrap_interval(sums, per_token, strata, seed)
+            value = per_token(sums.sum(0))
+            row = {"model": name, "domain": domain, "documents": int(part.sum()), "tokens": int(tokens.sum())}
+            row |= {"loss": value[0], "difference": value[1]}
+            touched = name != UNTOUCHED
+            row |= {"difference_low": low[1] if touched else np.nan}
+            row |= {"difference_high": high[1] if touched else np.nan}
+            rows.append(row)
+    return rows
+
+
+def per_token(sums_X: NDArray[Any]) -> NDArray[Any]:
+    """Sums over documents, divided by the tokens, which come last."""
+    return sums_X[..., :-1] / sums_X[..., -1:]
+
+
+# --- the training
+
+
+@dataclass(frozen=True)
+class ExistingJob:
+    """One training of a model that exists, with all its settings."""
+
+    folder: Path
+    name: str  # of the base, as the user gave it
+    config: ExistingConfig
+    corpus: Corpus
+    identity: dict[str, Any]
+    device: str
+    ranks: Ranks
+    quiet: bool
+
+
+def existing_identity(name: str, config: ExistingConfig, corpus: Corpus) -> dict[str, Any]:
+    """Return what makes two such trainings the same."""
+    arguments = {**jsonable(asdict(config)), "model": {"base": open_checkpoint(name).name}}
+    return {"arguments": arguments, "checkpoints": [checkpoint_identity(name)], "corpus": corpus.identity}
+
+
+def check_base(name: str, config: ExistingConfig, device: str) -> None:
+    """Reject a base that cannot be trained, from its headers."""
+    checkpoint, base = open_checkpoint(name), config.base
+    if is_dense(checkpoint.config):
+        target_of(checkpoint, base.experts, base.top_k or 2, base.noise)
+    elif base.controls:
+        raise BadInput("[base] controls = true: the control is the dense base; this base has experts already")
+    if base.controls and base.trained == "routers":
+        raise BadInput('[base] controls = true: a dense base has no routers; set trained = "routers+experts"')
+    check_memory(checkpoint, base, device)
+
+
+def prepare_base(job: ExistingJob, watching: dict[str, Any]) -> str:
+    """Return the model to load: the base, or the checkpoint upcycled from it in the run's folder."""
+    checkpoint, base = open_checkpoint(job.name), job.config.base
+    if not is_dense(checkpoint.config):
+        return job.name
+    target = job.folder / UPCYCLED
+    if job.ranks.first and not target.exists():  # it appears when complete
+        claim_folder(job, watching)
+        upcycle(checkpoint, target, base.experts, base.top_k or 2, base.noise, job.config.train.seed)
+    job.ranks.wait()
+    return str(target)
+
+
+def claim_folder(job: ExistingJob, watching: dict[str, Any]) -> None:
+    """Write run.json before anything else, so that the folder is known as this run's."""
+    if job.ranks.first and read_run_json(job.folder) is None:
+        with open_run(job.folder, **watching):
+            pass
+
+
+def load_base(name: str, device: str, length: int) -> tuple[TracedModel, TokenizerVocabulary]:
+    """Load a model in float32 with its tokenizer; raise where rows of that length do not fit."""
+    from moescope.execution.models import TracedModel, find_model, load_weights, with_tokenizer
+
+    source = find_model(name)
+    model = load_weights(source, "float32", device)
+    for key in (LAB, FACTS):  # of a lab checkpoint: the result is one of transformers
+        if hasattr(model.config, key):
+            delattr(model.config, key)
+    traced = with_tokenizer(TracedModel(name, model, model, None, device), source)
+    longest = getattr(traced.config.get_text_config(), "max_position_embeddings", None)
+    if longest is not None and length > longest:
+        raise BadInput(f"[train] sequence_length {length}: {name} has {longest} positions; lower it")
+    return traced, TokenizerVocabulary.of(traced)
+
+
+def run_existing(job: ExistingJob, watching: dict[str, Any], overwrite: bool = False) -> Run | None:
+    """Train to the end, from the last saved state if there is one; return the run on the first rank.
+
+    `watching` are the verb, identity and command of the run that the Monitor writes.
+    """
+    import torch
+
+    from moescope.lab import tuning
+
+    config, train, ranks = job.config, job.config.train, job.ranks
+    if ranks.first:
+        check_folder(job.folder, job.identity, overwrite)
+        if overwrite:
+            clear_existing(job.folder)
+    ranks.wait()
+    dense = is_dense(open_checkpoint(job.name).config)
+    losses = {UNTOUCHED: dense_losses(job)} if dense and ranks.first else {}
+    torch.manual_seed(train.seed)
+    traced, vocabulary = load_base(prepare_base(job, watching), job.device, train.sequence_length)
+    model = traced.model
+    if ranks.first:
+        losses["upcycled" if dense else UNTOUCHED] = held_out(model, job, vocabulary)
+    own, replaced, agreement = put_router(job, traced, vocabulary)
+    balanced = replaced is None and tuning.use_balance_loss(model, config.base.balance)
+    partly = tuning.choose_trained(model, config.base.trained, chosen_experts(config.base, model))
+    tuning.mask_gradients(partly)
+    claim_folder(job, watching)
+    state, step = tuning.last_state(job.folder / TRAINER)
+    data = rows_of(job.corpus, vocabulary, config)
+    arguments = tuning.training_arguments(train, job.folder / TRAINER, job.device, ranks.world)
+    with progress(train.steps, step, "steps", job.quiet or not ranks.first, line_per_label=False) as advance:
+        evaluate = partial(evaluation_rows, job, data, vocabulary)
+        monitor = tuning.TrainingMonitor(job.folder, train, watching, state is None, evaluate, advance)
+        trainer = tuning.make_trainer(model, arguments, data.train, partly, monitor)
+        monitor.facts = model_facts(job, traced, balanced, replaced) | {"routing_agreement": agreement}
+        try:
+            trainer.train(resume_from_checkpoint=state)
+            if ranks.first:
+                save_result(job, model, vocabulary, replaced, own)
+                losses["trained"] = held_out(model, job, vocabulary)
+            if monitor.run is not None:
+                save_validation(job.folder / "validation", job.corpus)
+                monitor.run.writer.info["checkpoints"] = [
+                    {"step": train.steps, **checkpoint_identity(str((job.folder / MODEL).resolve()))}
+                ]
+                monitor.run.writer.info["finished"] = now()
+            run = monitor.close()
+        except BadInput as error:
+            monitor.stop(str(error))
+            raise
+        finally:
+            monitor.stop()
+    if config.base.controls:
+        losses |= control_losses(job)
+    if run is not None:
+        import pandas as pd
+
+        frame = pd.DataFrame(compared_losses(losses, train.seed))
+        write_table(TRAIN_TABLES["base_losses"], frame, run.path / "base_losses.parquet")
+    return run
+
+
+def clear_existing(folder: Path) -> None:
+    """Remove the model, states and parts of an earlier training, and nothing else."""
+    if (read_run_json(folder) or {}).get("verb") != "train":
+        return
+    mark_unfinished(folder)
+    for part in (TRAINER, CONTROL, UPCYCLED, MODEL, "scan", "trace", "validation"):
+        if (folder / part).exists():
+            remove(folder / part)
+
+
+def chosen_experts(base: BaseConfig, model: Any) -> dict[int, list[int]]:
+    """Return layer -> experts to train, of the list that the config names."""
+    from moescope.execution.adapters import find_blocks
+
+    layers = {block.layer: block.n_experts for block in find_blocks(model)}
+    return read_expert_list(base.expert_list, layers) if base.expert_list else {}
+
+
+def rows_of(corpus: Corpus, vocabulary: TokenizerVocabulary, config: ExistingConfig) -> Data:
+    """Return the corpus as rows: all training rows, and the validation rows for evaluations."""
+    from moescope.lab.batches import TokenRows
+    from moescope.lab.training import Data
+
+    length, layout = config.train.sequence_length, config.data.layout
+    rows = [TokenRows.of(texts, vocabulary, length, layout) for texts in (corpus.train, corpus.validation)]
+    return Data(rows[0], rows[1].sample(config.train.evaluation_rows))
+
+
+def evaluation_rows(
+    job: ExistingJob, data: Data, vocabulary: TokenizerVocabulary, model: Any, step: int
+) -> list[dict[str, Any]]:
+    """Return one evaluation as rows of the table, all domains together first."""
+    from moescope.lab.batches import unigram_loss
+    from moescope.lab.evaluation import evaluate
+
+    train = job.config.train
+    size = max(train.batch_size // train.micro_batches, 1)
+    found = evaluate(model, data.validation, step, size, job.device, train.dtype)
+    unigram = unigram_loss(data.train, data.validation, vocabulary.size)
+    uniform = math.log(vocabulary.size)
+    return [
+        {
+            "step": step,
+            "domain": domain,
+            "loss": loss,
+            "unigram_loss": unigram[domain],
+            "uniform_loss": uniform,
+        }
+        for domain, loss in {"": found.loss, **found.domains}.items()
+    ]
+
+
+def put_router(
+    job: ExistingJob, traced: TracedModel, vocabulary: TokenizerVocabulary
+) -> tuple[list[Any], Replaced | None, dict[str, float] | None]:
+    """Replace the model's routers where asked.
+
+    Returns the family's own routers, what replaced them, and the routing agreement before training.
+    """
+    base = job.config.base
+    if base.router == KEPT:
+        if base.top_k and not is_dense(open_checkpoint(job.name).config):
+            raise BadInput("[base] top_k is of a new router or a dense base; name a router, or remove it")
+        return [], None, None
+    from moescope.execution.adapters import find_blocks
+    from moescope.execution.replaced import replace_routers
+
+    own = [block.module.gate for block in find_blocks(traced.model)]
+    sample = probe(job, vocabulary)
+    before = chosen_by_layer(traced.model, sample)
+    config = ModelConfig(router=base.router, top_k=base.top_k, router_options=base.router_options)
+    replaced = replace_routers(traced.model, config)
+    for one in traced.model.routers_instead:
+        one.router.ranks = job.ranks
+    return own, replaced, agreement(before, chosen_by_layer(traced.model, sample))
+
+
+def probe(job: ExistingJob, vocabulary: TokenizerVocabulary) -> Any:
+    """Return a few rows of validation text."""
+    import torch
+
+    rows = rows_of(job.corpus, vocabulary, job.config).validation
+    return torch.from_numpy(rows.batch(np.arange(min(rows.rows, 16))).ids_BL).to(job.device)
+
+
+def chosen_by_layer(model: Any, ids_BL: Any) -> dict[int, Any]:
+    """Return layer -> chosen experts of every token, -1 in empty slots."""
+    import torch
+
+    from moescope.execution.capture import Capture
+
+    chosen: dict[int, Any] = {}
+
+    def consume(routing: Any) -> None:
+        chosen[routing.layer] = routing.chosen_TK.cpu()
+
+    model.eval()
+    with Capture(model, consume), torch.no_grad():
+        model(input_ids=ids_BL, attention_mask=torch.ones_like(ids_BL), use_cache=False)
+    return chosen
+
+
+def agreement(before: dict[int, Any], after: dict[int, Any]) -> dict[str, float]:
+    """Return layer -> mean share of a token's old experts that the new router chooses too."""
+    shares = {}
+    for layer, old_TK in before.items():
+        same = (old_TK[:, :, None] == after[layer][:, None, :]).any(-1) & (old_TK >= 0)
+        shares[str(layer)] = float(same.float().sum() / (old_TK >= 0).sum())
+    return shares
+
+
+def model_facts(
+    job: ExistingJob, traced: TracedModel, balanced: bool, replaced: Replaced | None
+) -> dict[str, Any]:
+    """Return run.json's facts: the model, what is trained, the text."""
+    from moescope.decoder.routers import router_class
+    from moescope.execution.adapters import find_blocks
+
+    blocks, weights = find_blocks(traced.model), list(traced.model.parameters())
+    text = traced.config.get_text_config()
+    top_k = replaced.model.top_k if replaced else getattr(text, "num_experts_per_tok", None) or 1
+    kind = None if replaced is None else router_class(replaced.model.router)
+    return {
+        "device": job.device,
+        "processes": job.ranks.world,
+        "parameters_total": sum(weight.numel() for weight in weights),
+        "parameters_trainable": sum(weight.numel() for weight in weights if weight.requires_grad),
+        "frozen": describe_trained(job.config.base, balanced),
+        "model": {
+            "router": job.config.base.router,
+            "experts": max(block.n_experts for block in blocks),
+            "layers": len(blocks),
+            "top_k": int(top_k),
+            "vocabulary": traced.vocabulary,
+        },
+        "router_facts": {
+            "routes": True,
+            "experts_choose": False,
+            **(kind.facts(replaced.model) if kind and replaced else {}),
+        },
+        "vocabulary_size": traced.vocabulary,
+        "domains": job.corpus.sizes(),
+    }
+
+
+def describe_trained(base: BaseConfig, balanced: bool) -> str:
+    what = {"experts": f"the experts of {base.expert_list}"}.get(base.trained, base.trained)
+    loss = f"balance loss weighted {base.balance:g}" if balanced and base.balance else "no balance loss"
+    loss = loss if base.router == KEPT else "the new router's own losses"
+    return f"trained: {what.replace('+', ' and ')}; {loss}"
+
+
+def save_result(
+    job: ExistingJob, model: Any, vocabulary: TokenizerVocabulary, replaced: Replaced | None, own: list[Any]
+) -> None:
+    """Write the trained model: as an ordinary checkpoint of its family where that has the router."""
+    from moescope.execution.replaced import save_replaced
+
+    if (job.folder / MODEL).exists():
+        remove(job.folder / MODEL)
+    config = model.config.get_text_config()
+    if asked := getattr(config, "output_router_logits", False):
+        config.output_router_logits = False  # it would cost every user of the model time
+    with whole_folder(job.folder / MODEL) as partial_folder:
+        if replaced is None:
+            model.save_pretrained(partial_folder)
+        else:
+            save_replaced(model, replaced, own, partial_folder)
+        vocabulary.save(partial_folder)
+    if asked:
+        config.output_router_logits = True
+
+
+def dense_losses(job: ExistingJob) -> pd.DataFrame:
+    """Return the dense base's losses on held-out documents."""
+    traced, vocabulary = load_base(job.name, job.device, job.config.train.sequence_length)
+    return held_out(traced.model, job, vocabulary)
+
+
+def control_losses(job: ExistingJob) -> dict[str, pd.DataFrame]:
+    """Train the dense base as long, on the same text; return its losses on held-out documents.
+
+    Its feed-forward blocks are trained where the experts are, and everything where everything is.
+    """
+    import torch
+
+    from moescope.lab import tuning
+
+    train, folder = job.config.train, job.folder / CONTROL
+    torch.manual_seed(train.seed)
+    traced, vocabulary = load_base(job.name, job.device, train.sequence_length)
+    if job.config.base.trained != "everything":
+        for name, weight in traced.model.named_parameters():
+            weight.requires_grad_(".mlp." in name)
+    rows = rows_of(job.corpus, vocabulary, job.config).train
+    arguments = tuning.training_arguments(train, folder, job.device, job.ranks.world)
+    tuning.make_trainer(traced.model, arguments, rows, []).train(
+        resume_from_checkpoint=tuning.last_state(folder, tuning.STATE)[0]
+    )
+    return {"dense, trained on": held_out(traced.model, job, vocabulary)} if job.ranks.first else {}

@@ -1,0 +1,270 @@
+"""train --base: models built by transformers are trained further, and compared with themselves."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+
+import numpy as np
+import pandas as pd
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+
+import moescope
+from lab.existing_models import DENSE, SPARSE, ids, saved, tiny
+from moescope.errors import BadInput
+from moescope.execution.adapters import find_blocks
+from moescope.lab import tuning
+from moescope.lab.existing import compared_losses, existing_config
+
+TRAIN = {
+    "steps": 4,
+    "batch_size": 4,
+    "sequence_length": 32,
+    "learning_rate": 3e-3,
+    "warmup": 1,
+    "weight_decay": 0.1,
+    "evaluate_every": 2,
+    "evaluation_rows": 10,
+    "checkpoint_every": 2,
+}
+DATA = {"max_bytes": 60_000}
+
+
+def settings(**base):
+    train = {key: base.pop(key) for key in list(base) if key in TRAIN}
+    return {"base": base, "data": DATA, "train": {**TRAIN, **train}}
+
+
+def tensors(folder):
+    return {name: value for file in folder.glob("*.safetensors") for name, value in load_file(file).items()}
+
+
+def changed_names(before, after):
+    assert sorted(before) == sorted(after)
+    return {name for name in before if not torch.equal(before[name], after[name])}
+
+
+@pytest.fixture
+def here(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+@pytest.mark.parametrize("family", ["mixtral", "deepseek_v3"])
+def test_training_routers_changes_no_other_tensor(family, here):
+    base = saved(family, here / "base")
+    run = moescope.train(settings(), base=base, out=here / "run", quiet=True)
+    changed = changed_names(tensors(base), tensors(here / "run" / "model"))
+    layers = len(find_blocks(tiny(family)))
+    assert len(changed) == layers
+    assert all(name.endswith("gate.weight") for name in changed)
+    rows = run.table("base_losses").set_index(["model", "domain"])
+    assert rows.loc[("untouched", ""), "difference"] == 0
+    assert run.info["parameters_trainable"] == layers * SPARSE[family].hidden_size * (
+        4 if family == "mixtral" else 8
+    )
+
+
+def test_only_listed_experts_change_bit_for_bit(here):
+    base = saved("mixtral", here / "base")
+    (here / "list.json").write_text(json.dumps({"experts": {"0": [1, 3], "1": []}}))
+    moescope.train(
+        settings(trained="experts", expert_list="list.json"), base=base, out=here / "run", quiet=True
+    )
+    changed = changed_names(tensors(base), tensors(here / "run" / "model"))
+    parts = ("w1", "w2", "w3")
+    wanted = {f"model.layers.0.block_sparse_moe.experts.{e}.{w}.weight" for e in (1, 3) for w in parts}
+    assert changed == wanted
+
+
+def test_the_masked_update_is_adamw_on_the_chosen_experts_alone():
+    torch.manual_seed(0)
+    whole = torch.nn.Parameter(torch.randn(5, 3, 4))
+    part = torch.nn.Parameter(whole.detach()[[1, 4]].clone())
+    before = whole.detach().clone()
+    rows = torch.tensor([False, True, False, False, True])
+    chosen = tuning.ChosenRows(whole, rows)
+    tuning.mask_gradients([chosen])
+    ours = torch.optim.AdamW([whole], lr=0.01, weight_decay=0.3)
+    tuning.mask_updates(ours, [chosen])
+    theirs = torch.optim.AdamW([part], lr=0.01, weight_decay=0.3)
+    for step in range(6):
+        target = torch.randn(5, 3, 4, generator=torch.Generator().manual_seed(step))
+        for weight, goal, optimiser in ((whole, target, ours), (part, target[[1, 4]], theirs)):
+            optimiser.zero_grad()
+            ((weight - goal) ** 2).sum().backward()
+            optimiser.step()
+    assert torch.equal(whole[~rows], before[~rows])
+    assert torch.allclose(whole[rows], part, atol=1e-7)
+    assert not torch.allclose(whole[rows], before[rows], atol=1e-3)
+
+
+def test_the_balance_loss_reaches_the_routers_through_the_model_s_loss():
+    gradients = {}
+    for weight in (0.0, 0.5):
+        model = tiny("mixtral")
+        assert tuning.use_balance_loss(model, weight)
+        output = model(ids(), labels=ids())
+        output.loss.backward()
+        gradients[weight] = [block.weight_ED.grad for block in find_blocks(model)]
+    alone = tiny("mixtral")
+    aux = alone(ids(), output_router_logits=True).aux_loss
+    wanted = torch.autograd.grad(0.5 * aux, [block.weight_ED for block in find_blocks(alone)])
+    for zero, half, extra in zip(gradients[0.0], gradients[0.5], wanted, strict=True):
+        assert torch.allclose(half - zero, extra, atol=1e-7)
+        assert float(extra.norm()) > 1e-5
+
+
+def trainer_of(model, tmp_path, micro):
+    arguments = tuning.training_arguments(
+        existing_config(settings(), None, None).train, tmp_path / "trainer", "cpu", 1
+    )
+    arguments.gradient_accumulation_steps = micro
+    return tuning.make_trainer(model, arguments, None, [])
+
+
+@pytest.mark.parametrize("micro", [1, 4])
+def test_the_losses_of_a_new_router_reach_the_trainer_s_loss(micro, tmp_path):
+    from moescope.decoder.config import ModelConfig
+    from moescope.execution.replaced import replace_routers
+
+    model = tiny("mixtral")
+    replace_routers(model, ModelConfig(router="topk", top_k=0, router_options={"balance": 0.5, "z": 0.0}))
+    model.train()
+    batch = {"input_ids": ids(), "labels": ids(), "attention_mask": torch.ones_like(ids())}
+    items = torch.tensor(2 * 19)
+    loss, output = trainer_of(model, tmp_path, micro).compute_loss(model, batch, True, items)
+    own = sum(value for one in model.routers_instead for value in one.losses.values())
+    assert own.item() > 0.5  # two layers, each at least about 0.5
+    assert loss.item() == pytest.approx(output.loss.item() + own.item() / micro, rel=1e-6)
+    rows = [one.router.weight for one in model.routers_instead]
+    assert all(float(part.norm()) > 0 for part in torch.autograd.grad(own, rows))
+
+
+@pytest.mark.parametrize("router", ["loss_free", "spectra"])
+def test_a_replaced_router_is_trained_saved_scanned_and_traced(router, here):
+    base = saved("mixtral", here / "base")
+    run = moescope.train(settings(), base=base, router=router, out=here / "run", quiet=True)
+    assert run.info["warnings"] == []
+    assert sorted(run.info["routing_agreement"]) == ["0", "1"]
+    if router == "loss_free":  # the same rows, sigmoid instead of softmax: the same order of experts
+        assert min(run.info["routing_agreement"].values()) > 0.98
+    again = moescope.trace(here / "run" / "model", text=write_text(here), out=here / "trace", quiet=True)
+    assert len(again.table("load")) > 0
+    scanned = moescope.scan(here / "run" / "model", out=here / "scan", quiet=True)
+    assert scanned.info["status"] == "done"
+    parts = {name.split("mlp.")[-1].split(".")[0] for name in trained_names(base, here / "run" / "model")}
+    assert parts <= {"gate", "moescope_shared_router"}
+
+
+def trained_names(base, result):
+    """Names of tensors of the result that no tensor of the base equals."""
+    hashes = {hashlib.sha256(value.numpy().tobytes()).hexdigest() for value in tensors(base).values()}
+    model = AutoModelForCausalLM.from_pretrained(base)
+    hashes |= {hashlib.sha256(value.numpy().tobytes()).hexdigest() for value in model.state_dict().values()}
+    found = tensors(result)
+    return [
+        name
+        for name, value in found.items()
+        if hashlib.sha256(value.numpy().tobytes()).hexdigest() not in hashes
+    ]
+
+
+def write_text(folder):
+    (folder / "text.txt").write_text("words and more words\n" * 40)
+    return [str(folder / "text.txt")]
+
+
+@pytest.mark.parametrize("family", DENSE)
+def test_a_dense_model_is_upcycled_trained_and_compared_with_the_dense_control(family, here):
+    base = saved(family, here / "base")
+    config = settings(trained="routers+experts", experts=3, controls=True)
+    run = moescope.train(config, base=base, out=here / "run", quiet=True)
+    rows = run.table("base_losses").set_index(["model", "domain"])["difference"]
+    assert abs(rows[("upcycled", "")]) < 1e-5
+    assert rows[("trained", "")] < -1e-3
+    assert rows[("dense, trained on", "")] < -1e-3
+    model = AutoModelForCausalLM.from_pretrained(here / "run" / "model")
+    assert model.config.model_type in ("mixtral", "qwen3_moe")
+
+
+def test_an_interrupted_training_ends_with_the_same_numbers(here, monkeypatch):
+    base = saved("mixtral", here / "base")
+    config = settings(trained="everything", router="loss_free")
+    whole = moescope.train(config, base=base, out=here / "whole", quiet=True)
+
+    class Killed(BaseException):
+        pass
+
+    before = tuning.TrainingMonitor.on_step_end
+
+    def die(self, args, state, control, **more):
+        if state.global_step == 3:
+            raise Killed
+        before(self, args, state, control, **more)
+
+    monkeypatch.setattr(tuning.TrainingMonitor, "on_step_end", die)
+    with pytest.raises(Killed):
+        moescope.train(config, base=base, out=here / "cut", quiet=True)
+    monkeypatch.undo()
+    monkeypatch.chdir(here)
+    cut = moescope.train(config, base=base, out=here / "cut", quiet=True)
+    for name in ("evaluations", "base_losses", "load"):
+        pd.testing.assert_frame_equal(whole.table(name), cut.table(name))
+    assert not changed_names(tensors(here / "whole" / "model"), tensors(here / "cut" / "model"))
+
+
+def test_differences_are_paired_and_weighted_by_tokens():
+    tokens = [10, 30] * 15
+    frame = pd.DataFrame({"document": range(30), "domain": ["a", "b"] * 15, "tokens": tokens, "loss": 2.0})
+    better = frame.assign(loss=frame["loss"] - np.where(frame["domain"] == "a", 0.4, 0.0))
+    rows = pd.DataFrame(compared_losses({"untouched": frame, "trained": better}, 0)).set_index(
+        ["model", "domain"]
+    )
+    assert rows.loc[("trained", ""), "difference"] == pytest.approx(-0.4 * 150 / 600)
+    assert rows.loc[("trained", "a"), "difference"] == pytest.approx(-0.4)
+    assert rows.loc[("trained", "b"), "difference"] == 0
+    assert math.isnan(rows.loc[("trained", "a"), "difference_low"])  # 15 documents
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"trained": "attention"}, "unknown trained 'attention'"),
+        ({"trained": "experts"}, "belong together"),
+        ({"router": "dense"}, "no experts to choose from"),
+        ({"router_options": {"z": 0.1}}, "name it with"),
+        ({"balance": -1.0}, "balance must be 0 or more"),
+        ({"steps": 0}, "give steps, above 0"),
+        ({"controls": True, "trained": "routers+experts"}, "has experts already"),
+        ({"top_k": 3}, "top_k is of a new router"),
+        ({"router": "hash"}, "no weights to train"),
+    ],
+)
+def test_bad_settings_are_one_line_and_leave_nothing(change, said, here):
+    base = saved("mixtral", here / "base")
+    with pytest.raises(BadInput, match=said):
+        moescope.train(settings(**change), base=base, out=here / "run", quiet=True)
+    assert not (here / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        ("[1, 2]", "not a list of experts"),
+        ('{"experts": {"7": [1]}}', "layer 7 has no experts"),
+        ('{"experts": {"0": [4]}}', "layer 0 has 4 experts, no expert 4"),
+        ('{"experts": {"0": []}}', "names no expert"),
+    ],
+)
+def test_a_bad_list_of_experts_is_one_line(content, said, here):
+    base = saved("mixtral", here / "base")
+    (here / "list.json").write_text(content)
+    config = settings(trained="experts", expert_list="list.json")
+    with pytest.raises(BadInput, match=said):
+        moescope.train(config, base=base, out=here / "run", quiet=True)
+    assert not (here / "run").exists()
