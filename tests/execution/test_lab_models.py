@@ -137,7 +137,7 @@ def test_a_router_built_anew_of_its_own_tensors_answers_alike_and_draws_no_rando
         routed = own(RouterInput(x_TD, ids_T, torch.ones(30, dtype=torch.bool), layer, carried_TR))
         n_experts = blocks[layer].n_experts
         for ask in (blocks[layer].decide_alone, blocks[layer].with_router(own.state_dict(), n_experts, None)):
-            decision, logits_TE = ask(reads)
+            decision, logits_TE, _ = ask(reads)
             assert torch.equal(decision.chosen_TK, routed.chosen_TK)
             assert torch.equal(decision.gates_TK, routed.gates_TK)
             assert (logits_TE is None) == (routed.logits_TE is None)

@@ -109,8 +109,7 @@ def write_run(folder: Path, tables: dict[str, pd.DataFrame]) -> Run:
     """Write the run folder of an intervene with these tables."""
     whole = {"layer", "expert", "k", "draw", "of", "controls"}
     frames = {
-        name: frame.astype(dict.fromkeys(whole & set(frame), "Int64"))
-        for name, frame in tables.items()
+        name: frame.astype(dict.fromkeys(whole & set(frame), "Int64")) for name, frame in tables.items()
     }
     documents = int(tables["interventions"]["documents"].max())
     with open_run(folder, VERB, {"arguments": {}, "checkpoints": []}) as writer:
