@@ -516,3 +516,27 @@ def test_a_picture_that_cannot_be_written_fails_the_export(browser, few_figures,
     monkeypatch.setattr("moescope.reporting.export.check_export", lambda folder, width: None)
     with pytest.raises(Exception, match="missing"):
         export_figures([few_figures], tmp_path / "missing", "svg", quiet=True)
+
+
+def test_on_a_phone_a_long_legend_leaves_room_for_its_figure(opened):
+    page = opened(width=390)
+    expect(page.locator("canvas")).to_be_visible()
+    page.evaluate(
+        """() => {
+          const line = (at) => ({ type: 'scatter', mode: 'lines', name: `a line of a long name, number ${at}`,
+            x: [0, 1], y: [0, at] });
+          const layout = { xaxis: { title: { text: 'x' } }, yaxis: { title: { text: 'y' } } };
+          const figure = { name: 'many', title: 'Many lines', caption: 'Ten.', columns: [], height: 320,
+            data: [...Array(10).keys()].map(line), layout };
+          document.querySelector('#tab-overview').append(M.figures.element(figure));
+        }"""
+    )
+    plot = page.locator("figure[data-name=many] .plot.drawn")
+    expect(plot).to_be_visible()
+    over, height = plot.evaluate(
+        """plot => { const legend = plot.querySelector('.legend').getBoundingClientRect();
+          const { t, h } = plot._fullLayout._size;
+          return [legend.bottom - plot.getBoundingClientRect().top - t, h]; }"""
+    )
+    assert over <= 4
+    assert height >= 120

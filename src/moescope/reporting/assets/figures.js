@@ -116,14 +116,18 @@ M.figures = (() => {
     }
   }
 
+  // there the legend has one entry per line: the figure grows by them
+  const legendEntries = (data) => data.filter((trace) => trace.showlegend !== false && trace.visible !== false && trace.name && trace.type !== "heatmap").length;
   async function draw(figure, div) {
     const Plotly = await M.plotly();
     const narrow = div.clientWidth < 480;
     themedTraces(figure.data, M.theme.dark() ? "dark" : "light");
     if (narrow) fewerTicks(figure.layout.xaxis ?? {});
+    const height = figure.height + (narrow ? 14 * Math.max(0, legendEntries(figure.data) - 3) : 0);
+    div.style.height = `${height}px`;
     const layout = assign(figure.layout, {
       ...themed(figure.layout), "font.family": getComputedStyle(document.body).fontFamily, "font.size": narrow ? 11 : 12.5,
-      height: figure.height, autosize: true, margin: { l: 58, r: 14, t: 8, b: 48 }, hovermode: "closest",
+      height, autosize: true, margin: { l: 58, r: 14, t: 8, b: 48 }, hovermode: "closest",
       "xaxis.automargin": true, "yaxis.automargin": true,
     });
     layout.showlegend ??= true;
