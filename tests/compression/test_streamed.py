@@ -89,7 +89,7 @@ def test_layers_larger_than_the_memory_are_rejected_before_calibration(place, tm
     assert not (tmp_path / "run-small").exists()
 
 
-@pytest.mark.parametrize("memory", ["memory", "files"])
+@pytest.mark.parametrize("memory", ["files", pytest.param("memory", marks=pytest.mark.slow)])
 def test_sequential_merging_reads_the_model_once_and_plans_as_a_resident_run(
     place, tmp_path, memory, too_little, monkeypatch
 ):
