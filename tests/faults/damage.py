@@ -254,6 +254,31 @@ DAMAGE: dict[str, Callable[[random.Random, bytes], bytes]] = {
 }
 
 
+def damage_cells(chance: random.Random, file: Path) -> None:
+    """Overwrite one cell or all of a parquet column with numbers or words of its own type."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    table = pq.read_table(file)
+    column = chance.randrange(table.num_columns)
+    kind = table.schema.field(column).type
+    values: list[Any] = ["", "x", "<script>", "a" * 5000]
+    if pa.types.is_integer(kind):
+        values = [-1, 0, 1, 3, 99, 10**6, 2**31, 2**62, -(2**62)]
+    elif pa.types.is_floating(kind):
+        values = [0.0, -1.0, 1e300, float("nan"), float("inf")]
+    elif pa.types.is_boolean(kind):
+        values = [True, False]
+    elif pa.types.is_list(kind):
+        values = [[], [-1], [0, 0], [3] * 50, [2**31 - 1], [99, 1]]
+    nothing = [None] if table.schema.field(column).nullable else []
+    cells, value = table.column(column).to_pylist(), chance.choice([*nothing, *values])
+    for row in [chance.randrange(len(cells))] if chance.random() < 0.5 else range(len(cells)):
+        cells[row] = value
+    damaged = table.set_column(column, table.schema.field(column), pa.array(cells, kind))
+    pq.write_table(damaged, file)
+
+
 def damage_file(chance: random.Random, file: Path) -> None:
     """Damage a file by what it holds; rarely remove it, or put something else in its place."""
     if chance.random() < 0.04:

@@ -16,7 +16,7 @@ import numpy as np
 import pandas as pd
 import torch
 
-from faults.damage import copy_folder, damage_file
+from faults.damage import copy_folder, damage_cells, damage_file
 from lab.tiny_training import TOML
 from routing.tiny_text import save_tokenizer, texts, write_jsonl
 
@@ -263,8 +263,12 @@ def report(chance: random.Random, bases: Bases, folder: Path) -> list[str | Path
 
 def deploy(chance: random.Random, bases: Bases, folder: Path) -> list[str | Path]:
     run = copy_folder(bases.folder / "runs" / "trace", folder / "trace")
-    names = ["tokens.parquet", "tokens.parquet", "routing_layers.parquet", "run.json"]
-    damage_file(chance, run / chance.choice(names))
+    if chance.random() < 0.7:  # a whole table that holds nonsense
+        damage_cells(
+            chance, run / chance.choice(["tokens.parquet", "tokens.parquet", "routing_layers.parquet"])
+        )
+    else:
+        damage_file(chance, run / chance.choice(["tokens.parquet", "routing_layers.parquet", "run.json"]))
     return ["deploy", run, "--out", folder / "out", "--quiet", "--no-report"]
 
 
@@ -326,7 +330,7 @@ TARGETS = [
     Target("compress", compress, "moescope.execution.models:load_model", 100, 0.2),
     Target("compress --plan", compress_plan, "moescope.compression.plan:read_plan", 300, 0.9),
     Target("report", report, "moescope.run:read_run_json", 150, 0.9),
-    Target("deploy", deploy, "moescope.deployment.tokens:read_tokens", 200, 0.2),
+    Target("deploy", deploy, "moescope.deployment.tokens:read_tokens", 200, 0.7),
     Target("train", train, "moescope.lab.config:config_from", 1000, 0.65),
     Target("study", study, "moescope.lab.study_config:study_from", 600, 0.6),
     Target("trace --recorded", recorded, "moescope.execution.recorded:read_trace", 900, 0.85),

@@ -19,7 +19,8 @@ def bases(tmp_path_factory) -> Bases:
 
 @pytest.mark.parametrize("target", TARGETS, ids=lambda target: target.name)
 def test_undamaged_input_is_accepted(bases, tmp_path, monkeypatch, target):
-    monkeypatch.setattr(targets, "damage_file", lambda chance, file: None)
+    for name in ("damage_file", "damage_cells"):
+        monkeypatch.setattr(targets, name, lambda chance, file: None)
     for seed in range(6 if target.name == "trace --recorded" else 2):
         assert run_case(target, str(seed), bases, tmp_path / "case", Outcome(), Counter()) is None
 

@@ -72,11 +72,12 @@ def read_counts(file: Path) -> tuple[dict[str, Array], int]:
         ) from None
     try:
         reader = gguf.GGUFReader(file)
-        tensors = {
-            tensor.name: np.array(tensor.data, dtype=np.float64).reshape(-1)
-            for tensor in reader.tensors
-            if tensor.name.endswith(".counts") and tensor.tensor_type == gguf.GGMLQuantizationType.F32
-        }
+        with np.errstate(invalid="ignore"):  # damaged numbers are named by the caller
+            tensors = {
+                tensor.name: np.array(tensor.data, dtype=np.float64).reshape(-1)
+                for tensor in reader.tensors
+                if tensor.name.endswith(".counts") and tensor.tensor_type == gguf.GGMLQuantizationType.F32
+            }
         chunks = [field_number(reader, f"imatrix.chunk_{what}") for what in ("count", "size")]
     except Exception as error:  # the reader documents none, and raises whatever a damaged header leads to
         why = (str(error).splitlines() or [type(error).__name__])[0][:120]
