@@ -26,6 +26,12 @@ def test_tokens_documents_and_need_are_counted_per_domain():
     assert rows.loc[("", 0), "chance"] == 2
 
 
+def test_documents_without_a_domain_count_in_all_documents_only():
+    chosen_TK = np.array([[0], [1], [0]])
+    rows = tables_of(token_trace([chosen_TK], np.arange(3), 2, domains=("", "code", "")), 1)["coverage"]
+    assert rows.groupby("domain")["tokens"].apply(list).to_dict() == {"": [2, 1], "code": [0, 1]}
+
+
 def test_an_expert_without_a_token_leaves_the_need_open():
     chosen_TK = np.tile([[0]], (30, 1))
     curve = tables_of(token_trace([chosen_TK], np.repeat(np.arange(10), 3), 2), 5)["coverage_curve"]

@@ -9,8 +9,11 @@ import numpy as np
 import pytest
 
 import moescope
+from deployment.deployment_runs import write_trace
 from moescope.deployment.tokens import read_tokens
 from moescope.errors import BadInput
+from moescope.routing.tables import TRACE_TABLES
+from moescope.run import write_table
 
 QWEN3 = Path(__file__).parents[2] / "docs" / "data" / "qwen3_30b_a3b.route.csv.gz"
 
@@ -44,6 +47,15 @@ def test_tokens_are_not_saved_unless_asked_for(tmp_path):
     assert "tokens" not in run.tables
     with pytest.raises(BadInput, match="--save-tokens"):
         moescope.deploy(run, out=tmp_path / "deployed", quiet=True)
+
+
+def test_a_trace_in_which_no_token_has_an_expert_is_rejected(tmp_path):
+    run = write_trace(tmp_path / "run", np.array([[[0, 1], [1, 0]]]), [0, 0], 2)
+    frame = run.table("tokens")
+    frame["experts"] = [[] for _ in range(len(frame))]
+    write_table(TRACE_TABLES["tokens"], frame, run.path / "tokens.parquet")
+    with pytest.raises(BadInput, match="no token chose an expert"):
+        moescope.deploy(run, slots="2", out=tmp_path / "deployed", quiet=True)
 
 
 @pytest.mark.slow

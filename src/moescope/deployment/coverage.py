@@ -30,7 +30,7 @@ def coverage_tables(
     import pandas as pd
 
     domains = list(dict.fromkeys(trace.domain_D))
-    parts = ["", *(domains if len(domains) > 1 else [])]
+    parts = ["", *(name for name in domains if name and len(domains) > 1)]
     member_MD = np.array([[part in ("", domain) for domain in trace.domain_D] for part in parts])
     counts_DX = []  # documents x experts, layer after layer
     for n, chosen_TK in zip(trace.n_experts, trace.chosen_LTK, strict=True):

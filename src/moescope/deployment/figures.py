@@ -450,12 +450,16 @@ def coverage_documents(tables: Tables) -> Figure:
     )
 
 
+MOST_TICKS = 6  # of a logarithmic axis: labels such as 50,000 fit side by side at 390 pixels
+
+
 def log_axis(ends: Sequence[float], zero: float | None = None) -> dict[str, Any]:
     """A logarithmic axis with a tick per power of ten, also at 2 and 5 where those are few; 0 at `zero`."""
     low, high = (int(np.floor(np.log10(ends[0]))), int(np.ceil(np.log10(ends[1]))))
-    steps = (1, 2, 5) if high - low < 3 else (1,)
-    shown = [step * 10**power for power in range(low, high + 1) for step in steps]
-    shown = [value for value in shown if ends[0] <= value <= ends[1]]
+    tens = [10**power for power in range(low, high + 1)]
+    fine = [step * ten for ten in tens for step in (1, 2, 5)]
+    within, shown = ([value for value in ticks if ends[0] <= value <= ends[1]] for ticks in (tens, fine))
+    shown = within if len(shown) > MOST_TICKS else shown
     zeros = [zero] if zero is not None else []
     return {
         "type": "log",

@@ -261,6 +261,8 @@ def read_tokens(run: Run, phase: str | None) -> TokenTrace:
     """Read the experts of every token of a trace."""
     reader = TokenReader(run, phase)
     chosen_LTK = reader.lists("experts", -1, np.int16)
+    if (chosen_LTK < 0).all():
+        raise BadInput(f"{reader.path}: no token chose an expert; repeat its trace with --overwrite")
     documents, document_T = np.unique(reader.keys_T >> 32, return_inverse=True)
     layers = list(reader.layers)
     experts = experts_of(run, layers, reader.path, chosen_LTK)
