@@ -160,12 +160,12 @@ def test_samples_of_two_parts_join_to_that_of_the_whole_text(monkeypatch):
     """Parts of very different size have different thresholds."""
     monkeypatch.setattr("moescope.routing.token_sample.MOST_TOKENS", 100)
     draw = np.random.default_rng(0)
-    windows = [Window(at, 0, 0, draw.integers(0, 9, 5), -1, at, draw.random()) for at in range(300)]
+    windows = [Window(at, 0, 0, draw.integers(0, 9, 5), -1, at, draw.random()) for at in range(27)]
     together, parts = Sample([0]), [Sample([0]), Sample([0])]
     for window in windows:
         entry = window, np.zeros((1, 5, 1), dtype=np.int16), window.ids, window.ids
         together.add(*entry)
-        parts[window.number >= 270].add(*entry)
+        parts[window.number >= 24].add(*entry)
     assert parts[0].threshold < parts[1].threshold
     parts[1].join(parts[0])
     assert parts[1].threshold == together.threshold
