@@ -172,11 +172,13 @@ def test_values_are_bit_equal_to_transformers_dequantising(tmp_path, shape, bloc
 
 @pytest.mark.parametrize("shape", [(200, 300), (2, 130, 257), (128, 384)], ids=str)
 def test_ragged_blocks_are_bit_equal_to_transformers_own(tmp_path, shape):
-    from transformers.integrations.finegrained_fp8 import _dequantize_fp8_weight
+    from transformers.integrations import finegrained_fp8
 
+    if not hasattr(finegrained_fp8, "_dequantize_fp8_weight"):
+        pytest.skip("transformers before 5.22 has no function for ragged blocks")
     weight = drawn(*shape).to(E4M3)
     scale = drawn(*shape[:-2], -(-shape[-2] // 128), -(-shape[-1] // 128)).abs()
-    theirs = _dequantize_fp8_weight(weight, scale, [128, 128], torch.float32)
+    theirs = finegrained_fp8._dequantize_fp8_weight(weight, scale, [128, 128], torch.float32)
     assert torch.equal(
         stored(tmp_path, {"x.weight": weight, "x.weight_scale_inv": scale}).read("x.weight"), theirs
     )
