@@ -91,8 +91,11 @@ def test_recency_skips_empty_slots_and_forgets_at_the_first_token_of_a_document(
     assert anew.tolist() == [[4, 4], [4, -1], [4, 4], [0, 4]]
 
 
-@pytest.mark.parametrize("reference", [replay_lru, replay_lfu])
-def test_a_cold_start_per_document_is_a_new_cache_per_document(reference):
+@pytest.mark.parametrize("length", [16, 2048])  # of segments: documents end within and between them
+@pytest.mark.parametrize("reference", [replay_lru, replay_lfu, replay_belady])
+def test_a_cold_start_per_document_is_a_new_cache_per_document(monkeypatch, reference, length):
+    monkeypatch.setattr(caches, "SHORTEST_SEGMENT", length)
+    monkeypatch.setattr(caches, "SEGMENTS", 10**6)
     generator = np.random.default_rng(3)
     chosen_TK = random_tokens(generator, 90, 2, 9)
     document_T = np.repeat([0, 1, 2], [20, 40, 30])
@@ -101,7 +104,8 @@ def test_a_cold_start_per_document_is_a_new_cache_per_document(reference):
         depth_S = recency(chosen_TK, 9, first_T)[1].reshape(-1)
     else:
         document_S = np.repeat(document_T, 2)
-        depth_S = stack_depths([lfu(chosen_TK.reshape(-1), 9, document_S)], 9)[0]
+        policy = lfu if reference is replay_lfu else belady
+        depth_S = stack_depths([policy(chosen_TK.reshape(-1), 9, document_S=document_S)], 9)[0]
     for slots in (2, 4, 6):
         parts = [
             reference(chosen_TK[document_T == number].reshape(-1).tolist(), slots) for number in range(3)
