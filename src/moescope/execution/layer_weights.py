@@ -197,6 +197,9 @@ class LayerWeights:
     device: str
     layers: list[Layer]
     names: dict[int | str, list[str]]  # part -> tensors of the checkpoint
+    targets: dict[
+        str, str
+    ]  # tensor of the checkpoint -> name in the model, of the first if there are several
     absent: frozenset[str]  # names in the model without a tensor of their own: they are tied to others
     config: Any = field(repr=False)  # of transformers' loading
     loaded: set[int | str] = field(default_factory=set)
@@ -215,6 +218,23 @@ class LayerWeights:
         shapes = (self.checkpoint.tensors[name].shape for name in self.names[part])
         return sum(map(prod, shapes)) * self.dtype.itemsize
 
+    def groups(self, part: int | str) -> Iterator[list[str]]:
+        """Yield a part's tensors in groups that are read and joined one after the other.
+
+        So fewer are held at once. What becomes one tensor of the model stays together.
+        """
+        by_target: dict[str, list[str]] = {}
+        for name in self.names[part]:
+            by_target.setdefault(self.targets[name], []).append(name)
+        group, held, most = list[str](), 0, self.bytes_of(part) / 2
+        for names in by_target.values():
+            size = sum(self.checkpoint.tensors[name].parameters for name in names) * self.dtype.itemsize
+            if group and held + size > most:
+                yield group
+                group, held = [], 0
+            group, held = group + names, held + size
+        yield group
+
     def load(self, part: int | str) -> None:
         """Read a part's weights and put them on the device."""
         if part not in self.loaded:
@@ -227,19 +247,20 @@ class LayerWeights:
     def read_part(self, part: int | str) -> None:
         from transformers.core_model_loading import convert_and_load_state_dict_in_model as convert
 
-        names, place = self.names[part], (self.device, self.stream)
-        ahead = self.reader.read(names) if isinstance(part, int) else {}
-        weights = {name: LazyWeight(self.checkpoint, name, ahead, *place) for name in names}
         more = {"tp_plan": None} if "tp_plan" in inspect.signature(convert).parameters else {}
-        try:
-            info, _ = convert(self.model, weights, self.config, **more)
-        except BadInput:
-            raise
-        except Exception as error:  # whatever transformers raises on tensors that do not fit
-            raise BadInput(self.unusable(part, cause(error))) from None
-        problems = [*info.conversion_errors.values(), *(str(entry) for entry in info.mismatched_keys)]
-        if problems:
-            raise BadInput(self.unusable(part, problems[0].strip().splitlines()[-1][:160]))
+        for names in self.groups(part):
+            ahead = self.reader.read(names) if isinstance(part, int) else {}
+            place = (ahead, self.device, self.stream)
+            weights = {name: LazyWeight(self.checkpoint, name, *place) for name in names}
+            try:
+                info, _ = convert(self.model, weights, self.config, **more)
+            except BadInput:
+                raise
+            except Exception as error:  # whatever transformers raises on tensors that do not fit
+                raise BadInput(self.unusable(part, cause(error))) from None
+            problems = [*info.conversion_errors.values(), *(str(entry) for entry in info.mismatched_keys)]
+            if problems:
+                raise BadInput(self.unusable(part, problems[0].strip().splitlines()[-1][:160]))
         if part == "outer":
             self.model.tie_weights(missing_keys=set(self.absent), recompute_mapping=False)
         moved: dict[tuple[Any, ...], Tensor] = {}  # tied weights stay one tensor
@@ -348,9 +369,9 @@ def read_by_layer(
         dtype_plan=model._get_dtype_plan(dtype),
         weight_mapping=mapping,
     )
-    names, absent = assign_tensors(model, runner, layers, mapping, checkpoint)
+    names, targets, absent = assign_tensors(model, runner, layers, mapping, checkpoint)
     stream = torch.cuda.Stream(device) if device.startswith("cuda") else None  # type: ignore[no-untyped-call]
-    found = (layers, names, absent, loading)
+    found = (layers, names, targets, absent, loading)
     return LayerWeights(name, model, runner, counted, dtype, device, *found, stream=stream)
 
 
@@ -398,8 +419,8 @@ def stacked_layers(name: str, model: nn.Module, runner: nn.Module) -> list[Layer
 
 def assign_tensors(
     model: Any, runner: nn.Module, layers: list[Layer], mapping: list[Any], checkpoint: Checkpoint
-) -> tuple[dict[int | str, list[str]], frozenset[str]]:
-    """Return which tensors of the checkpoint each part needs, and the model's names that get none."""
+) -> tuple[dict[int | str, list[str]], dict[str, str], frozenset[str]]:
+    """Return each part's tensors of the checkpoint, their names in the model, and those that get none."""
     from transformers.core_model_loading import WeightConverter, WeightRenaming, dot_natural_key
     from transformers.core_model_loading import rename_source_key as rename
 
@@ -411,7 +432,7 @@ def assign_tensors(
     head = output_embeddings(model)
     of_head = f"{paths[head]}." if head is not None else None
     tied = {name for pair in model.all_tied_weights_keys.items() for name in pair}
-    absent = set(known)
+    absent, targets = set(known), dict[str, str]()
     names: dict[int | str, list[str]] = {"outer": [], "head": [], **{at: [] for at in range(len(layers))}}
     prefixes = {layer.prefix: at for at, layer in enumerate(layers)}
     for name in sorted(checkpoint.tensors, key=dot_natural_key):
@@ -421,6 +442,7 @@ def assign_tensors(
         if target not in known:
             continue  # such as layers of multi-token prediction
         absent.discard(target)
+        targets[name] = target
         at = next((at for prefix, at in prefixes.items() if target.startswith(prefix)), None)
         if at is not None:
             names[at].append(name)
@@ -429,4 +451,4 @@ def assign_tensors(
             names["head" if is_head else "outer"].append(name)
         elif of_head is not None and target.startswith(of_head):
             names["head"].append(name)
-    return names, frozenset(absent)
+    return names, targets, frozenset(absent)
