@@ -5,6 +5,8 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+import subprocess
+import sys
 
 import numpy as np
 import pandas as pd
@@ -17,6 +19,7 @@ import moescope
 from lab.existing_models import DENSE, SPARSE, ids, saved, tiny
 from moescope.errors import BadInput
 from moescope.execution.adapters import find_blocks
+from moescope.execution.models import load_model
 from moescope.lab import tuning
 from moescope.lab.existing import compared_losses, existing_config
 
@@ -268,3 +271,51 @@ def test_a_bad_list_of_experts_is_one_line(content, said, here):
     with pytest.raises(BadInput, match=said):
         moescope.train(config, base=base, out=here / "run", quiet=True)
     assert not (here / "run").exists()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("router", ["loss_free", "hash", "spectra", "expert_choice", "some"])
+def test_the_other_verbs_work_on_a_model_with_another_router(router, here):
+    base = saved("mixtral", here / "base")
+    config = settings(trained="routers+experts", router=router)
+    model = moescope.train(config, base=base, out=here / "run", quiet=True).path / "model"
+    texts = [json.dumps({"text": f"document {number} has words of its own. " * 12}) for number in range(40)]
+    (here / "text.jsonl").write_text("\n".join(texts))
+    text = [str(here / "text.jsonl")]
+    assert moescope.compare(base, model, out=here / "compare", quiet=True).info["status"] == "done"
+    written = here / "pruned"
+    run = moescope.compress(model, keep=2, text=text, apply=written, out=here / "compress", quiet=True)
+    assert run.info["status"] == "done"
+    pruned = load_model(str(written), "auto", "cpu").model
+    assert {block.n_experts for block in find_blocks(pruned)} == {2}
+    assert torch.isfinite(pruned(ids()).logits).all()
+
+
+@pytest.mark.slow
+def test_two_processes_train_the_model_of_one(here):
+    base = saved("mixtral", here / "base")
+    (here / "config.toml").write_text(
+        '[base]\ntrained = "everything"\n[data]\nmax_bytes = 60000\n[train]\n'
+        + "".join(f"{key} = {value}\n" for key, value in TRAIN.items())
+    )
+    one = moescope.train("config.toml", base=base, out=here / "one", quiet=True)
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    command = [
+        *launch,
+        "-m",
+        "moescope",
+        "train",
+        "config.toml",
+        "--base",
+        "base",
+        "--out",
+        "two",
+        "--device",
+        "cpu",
+    ]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=here, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
+    two = moescope.Run.load(here / "two")
+    assert two.info["processes"] == 2
+    assert np.allclose(one.table("evaluations")["loss"], two.table("evaluations")["loss"], atol=2e-3)
+    assert one.table("load")["tokens"].sum() == two.table("load")["tokens"].sum()

@@ -413,7 +413,8 @@ def routers_of(weights: LayerWeights) -> dict[str, LazyTensor]:
 
 def short_name(weights: LayerWeights, name: str) -> str:
     """Return a router tensor's name within the router: `weight`, `expand.bias`."""
-    return name.removeprefix(f"{weights.layer_name}.router.")
+    inside = name.removeprefix(f"{weights.layer_name}.").removeprefix("gate.")  # gate: a replaced router
+    return inside.removeprefix("router.")
 
 
 def changed_router(weights: LayerWeights, new: NewRouter) -> dict[str, Tensor]:
