@@ -1,6 +1,6 @@
 """Streamed runs beside resident ones: time, memory, bytes read, and the tokens that are routed alike.
 
-    python bench/execution.py --layers 10 --hidden 1024 --most 3GB --tokens 2048      8.5 GB on the CPU
+    python bench/execution.py --layers 20 --hidden 512 --most 3GB --tokens 2048       8.7 GB on the CPU
     python bench/execution.py --device cuda --layers 20 --most 8GB                    34 GB on a GPU
     python bench/execution.py --layers 3 --hidden 64 --width 128 --experts 8 --tokens 2048     half a minute
 
