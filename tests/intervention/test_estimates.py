@@ -59,7 +59,7 @@ def test_controls_are_the_nearest_in_load():
     load = np.array([0.1, 0.5, 0.12, 0.11, 0.3, 0.52])
     assert nearest_in_load(load, 2)[0].tolist() == [3, 2]
     assert nearest_in_load(load, 2)[1].tolist() == [5, 4]
-    assert nearest_in_load(load[:3]).shape == (3, 2)
+    assert nearest_in_load(load[:3], 4).shape == (3, 2)
 
 
 def test_excess_is_paired_by_document():
@@ -72,7 +72,7 @@ def test_excess_is_paired_by_document():
     assert found.loc[0, "excess"] == pytest.approx(0.5)
     assert found.loc[0, ["excess_low", "excess_high"]].tolist() == pytest.approx([0.5, 0.5])
     assert found.loc[0, "loss_difference_high"] - found.loc[0, "loss_difference_low"] > 1
-    assert found.loc[0, "controls"] == 4
+    assert found.loc[0, "controls"] == 5, "all others of a small layer"
     assert found.loc[0, "p"] < 1e-6
     assert (found.loc[1:, "p"] > 0.5).all(), "experts that hurt less than their controls are no find"
 
@@ -225,3 +225,21 @@ def test_effects_of_experts_name_the_domain_and_split_documents_in_halves():
     assert best["loss_difference"] == pytest.approx(total)
     pd.testing.assert_frame_equal(effects, expert_effects(found, documents, plan, seed=3))
     assert not expert_effects(found, documents, plan, seed=4)["half_a"].equals(effects["half_a"])
+
+
+@pytest.mark.parametrize("experts", [8, 16])
+def test_in_a_small_layer_excess_ranks_experts_as_their_effects_do(experts):
+    """Expert 0 matters and so do those nearest to it in load: in a layer of 8 that must not hide it."""
+    generator = np.random.default_rng(2)
+    effect = np.full(experts, 0.01)
+    effect[:5] = [0.5, 0.4, 0.4, 0.4, 0.4]
+    effect[5] = 0.1
+    load = np.linspace(0.1, 0.2, experts)
+    tokens = lengths(generator, (40,))
+    difference = tokens * (effect[:, None] + 0.01 * generator.standard_normal((experts, 40)))
+    found = summarise(
+        *frames(difference, tokens, {"layer": 0, "expert": np.arange(experts), "calibration_load": load})
+    )
+    assert (found["controls"] == (7 if experts == 8 else 4)).all()
+    assert found["excess"].rank().corr(found["loss_difference"].rank()) > (0.999 if experts == 8 else -1)
+    assert (found.loc[0, "excess"] == found["excess"].max()) == (experts == 8)

@@ -13,7 +13,7 @@ from families.test_parity import KINDS
 from families.tiny_models import tiny_model
 from moescope.execution.documents import Document
 from moescope.intervention.changes import parse_change
-from moescope.intervention.passes import Passes, compare
+from moescope.intervention.passes import Passes, Predictions, divergence
 
 QUICK = {"deepseek_v3", "gpt_oss", "jamba", "qwen3_next"}
 WITHOUT_HEAD = {"glm4v_moe_text", "qwen3_vl_moe_text", "nllb-moe", "switch_transformers"}
@@ -188,7 +188,8 @@ def test_divergence_is_scipy_s():
     generator = torch.Generator().manual_seed(0)
     before, after = (3 * torch.randn(9, 20, generator=generator) for _ in range(2))
     following = torch.arange(9)
-    loss, kl, differs = compare(before, after, following)
+    first, second = Predictions.of(before), Predictions.of(after)
+    loss, kl, differs = second.loss(following), divergence(first, second), first.top_N != second.top_N
     p, q = (part.double().softmax(-1).numpy() for part in (before, after))
     assert kl.numpy() == pytest.approx([entropy(a, b) for a, b in zip(p, q, strict=True)], rel=1e-9)
     assert loss.numpy() == pytest.approx(-np.log(q[np.arange(9), np.arange(9)]), rel=1e-9)
@@ -224,3 +225,28 @@ def test_a_lab_model_with_its_own_decoder_is_judged_from_stored_states(router, t
     assert effect.loss_D == pytest.approx(whole.loss_D, abs=1e-4)
     assert effect.kl_D.sum() > 0
     assert effect.routing["load"] > 0
+
+
+@pytest.mark.parametrize("layer", [1, 2])
+def test_a_replaced_router_that_carries_a_state_is_judged_from_stored_states(layer):
+    """SPECTRA in the place of Mixtral's routers, against whole passes with the expert's last matrix zero."""
+    from moescope.decoder.config import ModelConfig
+    from moescope.execution.replaced import replace_routers
+
+    model = tiny_model("mixtral").model
+    replace_routers(model, ModelConfig(router="spectra", top_k=0))
+    model.eval()
+    with Passes(traced(model), documents(), 4) as passes:
+        passes.run_untouched(1)
+        assert passes.is_exact()
+        passes.move_to(layer)
+        for number in range(len(passes.batches)):
+            suffix = passes.run(number, layer, passes.inputs[number])
+            assert torch.equal(passes.run(number), suffix)
+        effect = passes.judge([parse_change(f"layer={layer} expert=1 ablate")])
+    with torch.no_grad():
+        model.model.layers[layer].mlp.experts.down_proj[1] = 0
+    with Passes(traced(model), documents(), 4) as whole:
+        whole.run_untouched(0)
+    assert effect.loss_D == pytest.approx(whole.loss_D, abs=1e-4)
+    assert effect.kl_D.sum() > 0

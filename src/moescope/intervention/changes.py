@@ -274,7 +274,13 @@ def changed(
     `means` holds the mean output per layer and expert, which `mean` puts in the expert's place
     (`mean_outputs`). `seed` is for the changes that draw at random.
     """
-    edits = prepared(changes, Context(blocks, means or {}, seed))
+    with carried_out(prepared(changes, Context(blocks, means or {}, seed))):
+        yield
+
+
+@contextmanager
+def carried_out(edits: Mapping[int, Edit]) -> Iterator[None]:
+    """Make prepared changes until the end of the context; they can be made again."""
     with ExitStack() as stack:
         for edit in edits.values():
             stack.enter_context(edit.carried_out())

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 import pandas as pd
 
-from moescope.intervention.tables import ALL, TABLES
+from moescope.intervention.tables import ALL, FEW_EXPERTS, TABLES
 from moescope.types import Array, Integers
 
 FEWEST = 10  # documents of an interval
@@ -80,7 +80,7 @@ def one_sided_p(value: Array, error: Array, degrees: Array | float) -> Array:
     return np.asarray(stdtr(degrees, -statistic))
 
 
-def nearest_in_load(load_E: Array, count: int = CONTROLS) -> Integers:
+def nearest_in_load(load_E: Array, count: int) -> Integers:
     """Return, per expert of a layer, the `count` other experts whose load is nearest (fewer if there are)."""
     distance = np.abs(load_E[:, None] - load_E[None, :]).astype(float)
     np.fill_diagonal(distance, np.inf)
@@ -91,7 +91,8 @@ def matched_controls(plan: pd.DataFrame) -> dict[int, dict[str, list[int]]]:
     """Return intervention -> kind of control -> interventions that are its controls.
 
     An expert that a sweep changes is compared with the experts of its layer that the same sweep changes and
-    whose load on calibration documents is nearest. A projection is compared with its own random controls.
+    whose load on calibration documents is nearest, or with all others where these are few. A projection is
+    compared with its own random controls.
     """
     found: dict[int, dict[str, list[int]]] = {}
     own = plan[plan["of"].notna() & plan["role"].isin(RANDOM_ROLES)]
@@ -102,8 +103,9 @@ def matched_controls(plan: pd.DataFrame) -> dict[int, dict[str, list[int]]]:
     for _, rows in single.groupby(["name", "layer"]):
         if rows["expert"].duplicated().any() or len(rows) <= FEWEST_CONTROLS:
             continue
-        numbers = rows["intervention"].to_numpy()
-        for at, nearest in enumerate(nearest_in_load(rows["calibration_load"].to_numpy(float))):
+        numbers, load_E = rows["intervention"].to_numpy(), rows["calibration_load"].to_numpy(float)
+        count = CONTROLS if len(rows) >= FEW_EXPERTS else len(rows) - 1
+        for at, nearest in enumerate(nearest_in_load(load_E, count)):
             found[int(numbers[at])] = {"load-matched expert": numbers[nearest].tolist()}
     return found
 
@@ -248,12 +250,12 @@ def expert_effects(
 
     load is that of the plan, on calibration documents. half_a and half_b are the loss differences on two
     halves of the documents, drawn within domains by `seed`; domain_most is the domain with the largest
-    excess, null where the documents have one domain.
+    loss difference, null where the documents have one domain.
     """
     swept = plan[(plan["role"] == CHANGE) & plan["layer"].notna() & plan["expert"].notna()]
     load = swept.set_index("intervention")["calibration_load"]
     rows = interventions[interventions["intervention"].isin(load.index)]
-    ranked = rows[(rows["domain"] != ALL) & rows["excess"].notna()].sort_values("excess", ascending=False)
+    ranked = rows[rows["domain"] != ALL].sort_values("loss_difference", ascending=False)
     most = ranked.drop_duplicates("intervention").set_index("intervention")["domain"]
     effects = rows[rows["domain"] == ALL].set_index("intervention").assign(load=load, domain_most=most)
     effects = effects.join(half_differences(documents, seed)).astype({"layer": "int64", "expert": "int64"})

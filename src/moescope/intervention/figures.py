@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from moescope.intervention.tables import ALL
+from moescope.intervention.tables import ALL, FEW_EXPERTS
 from moescope.plotting.style import (
     ANCHORED,
     CATEGORICAL,
@@ -77,8 +77,14 @@ def whiskers(rows: pd.DataFrame, column: str) -> dict[str, Any]:
 
 
 def claimed(rows: pd.DataFrame) -> pd.Series:
-    """Whether a change costs more than its controls, corrected over the sweep."""
-    return rows["q"].notna() & (rows["q"] < CLAIMED)
+    """Whether a change costs something, and more than its controls, corrected over the sweep."""
+    return rows["q"].notna() & (rows["q"] < CLAIMED) & (rows["loss_difference_low"] > 0)
+
+
+def control_words(rows: pd.DataFrame) -> str:
+    """What experts are compared with: where layers are small, nothing is left to match by load."""
+    few = rows.groupby("layer")["expert"].nunique().min() < FEW_EXPERTS
+    return "other experts of the layer" if few else "load-matched experts"
 
 
 # --- every expert
@@ -99,8 +105,8 @@ def sampling_noise(rows: pd.DataFrame, column: str) -> float:
 
 
 def most_words(rows: pd.DataFrame) -> str:
-    """How many experts cost more than their controls, and which of them most."""
-    found = rows[claimed(rows)]
+    """How many experts cost more than their controls, and which of these has the largest effect."""
+    found, controls = rows[claimed(rows)], control_words(rows)
     if rows["q"].isna().all():
         top = rows.loc[rows["loss_difference"].idxmax()]
         return (
@@ -108,12 +114,12 @@ def most_words(rows: pd.DataFrame) -> str:
             "against controls"
         )
     if found.empty:
-        return f"none of {counted(len(rows), 'expert')} costs more than load-matched controls (q < {CLAIMED})"
-    top = found.loc[found["excess"].idxmax()]
+        return f"none of {counted(len(rows), 'expert')} costs more than {controls} (q < {CLAIMED})"
+    top = found.loc[found["loss_difference"].idxmax()]
     cost = "costs" if len(found) == 1 else "cost"
     return (
-        f"{len(found):,} of {counted(len(rows), 'expert')} {cost} more than load-matched controls "
-        f"(q < {CLAIMED}), {place_words(top)} most: by {interval_words(top, 'excess')} {NATS}"
+        f"{len(found):,} of {counted(len(rows), 'expert')} {cost} more than {controls} (q < {CLAIMED}); "
+        f"most: {place_words(top)}, {interval_words(top, 'loss_difference')} {NATS}"
     )
 
 
@@ -159,7 +165,7 @@ def effect_map(tables: Tables) -> Figure:
         layout,
         Slider("shown", ["loss difference", "excess over controls"], 0, 2, captions),
         max(300, 22 * rows["layer"].nunique() + 110),
-        f"Circles: more than the 4 experts of the layer nearest in load, q < {CLAIMED} over the sweep. "
+        f"Circles: more than {control_words(rows)}, q < {CLAIMED} over the sweep. "
         f"{ANCHORED} an estimate over documents.",
     )
 
@@ -191,7 +197,7 @@ def effect_by_domain(tables: Tables) -> Figure:
         (domain, names[at])
         for at, line in enumerate(grid)
         for domain, cell in zip(domains, line, strict=True)
-        if pd.notna(cell["q"]) and cell["q"] < CLAIMED
+        if pd.notna(cell["q"]) and cell["q"] < CLAIMED and cell["loss_difference_low"] > 0
     ]
     dots = {
         "type": "scatter",
@@ -229,10 +235,10 @@ def domain_words(rows: pd.DataFrame, column: str) -> str:
     found = rows[claimed(rows)]
     if found.empty:
         return f"No change costs more than its controls (q < {CLAIMED}; tested: {', '.join(tested)})."
-    top = found.loc[found["excess"].idxmax()]
+    top = found.loc[found["loss_difference"].idxmax()]
     return (
-        f"Largest in {top['domain']}, {place_words(top)}: {interval_words(top, 'excess')} {NATS} more than "
-        f"controls (tested: {', '.join(tested)})."
+        f"Largest in {top['domain']}, {place_words(top)}: {interval_words(top, 'loss_difference')} {NATS}, "
+        f"{interval_words(top, 'excess')} more than controls ({counted(len(tested), 'domain')} tested)."
     )
 
 

@@ -28,10 +28,13 @@ from moescope.execution.layer_weights import stacked_layers
 from moescope.execution.models import TracedModel, named_failures
 from moescope.execution.streamed import Stop, tensors_in
 from moescope.execution.ways import Execution, size
-from moescope.intervention.changes import Change, changed
+from moescope.intervention.changes import Change, carried_out, prepared
+from moescope.intervention.editing import Context
 from moescope.types import Array, Integers, Routing
 
 SAME_LOGITS = 1e-3  # relative error of a replayed pass; 0 on CPUs, GPUs may add in any order
+CACHED = 2**16  # logits per core that are compared at once, half a megabyte in float64
+CARRIED = "state of the router before"  # its place among the stored outputs
 Means = Mapping[tuple[int, int], Tensor]
 
 
@@ -97,6 +100,9 @@ class Passes:
         self.position = {
             block.layer: number for number, layer in enumerate(self.layers) for block in layer.blocks
         }
+        # replaced routers hand a state from layer to layer beside the layers' outputs (SPECTRA)
+        replaced = getattr(traced.model, "routers_instead", ())
+        self.passing = replaced[0].passing if replaced else None
         self.layer_calls = 0
         self.seconds = 0.0  # of the untouched pass
         self.first = 0  # decoder layer whose inputs are stored
@@ -171,8 +177,12 @@ class Passes:
         if number == self.first:
             self.kept = self.outputs
         self.layer_calls += 1
+        if self.passing is not None and number == self.start:
+            self.passing.carried_TR = self.outputs.get(CARRIED)
         output = forward(*args, **kwargs)
         self.outputs = {**self.outputs, stack: output}
+        if self.passing is not None and self.passing.carried_TR is not None:
+            self.outputs[CARRIED] = self.passing.carried_TR
         return output
 
     @torch.no_grad()
@@ -200,10 +210,9 @@ class Passes:
                 self.chosen.append({})
                 self.capture.tokens = self.tokens(batch)
                 logits = self.run(number)
-                assert logits is not None
                 self.inputs.append(self.kept)
                 self.final.append(self.outputs)
-                self.add_loss(number, logits)
+                self.add_loss(number, self.predictions(number, logits))
                 seconds.append(time.perf_counter() - began)
         self.whole = False
         self.seconds = float(np.mean(seconds[1:] or seconds)) * len(seconds)  # the first one is checked
@@ -230,45 +239,55 @@ class Passes:
 
     def judge(self, changes: Sequence[Change], means: Means | None = None, seed: int = 0) -> Effect:
         """Run the layers from the first changed one on with the changes, and compare."""
-        layer, expert = place_of(changes, self.blocks)
-        if self.position[layer] < self.first:
-            raise ValueError(f"layer {layer} is changed, but its input is not stored")
-        reached = self.reached_at(layer)
-        sums_3D = np.zeros((3, len(self.documents)))
-        self.reached = reached
-        try:
-            with changed(self.blocks, changes, means=means, seed=seed), self.capture:
-                for number, batch in enumerate(self.batches):
-                    self.capture.tokens = self.tokens(batch)
-                    after = self.run(number, self.first, self.inputs[number])
-                    self.reached = None  # the head alone runs next; a lab model tells its routing again
-                    before = self.run(number, len(self.layers), self.final[number])
-                    self.reached = reached
-                    assert after is not None
-                    assert before is not None
-                    sums_3D += self.compared(number, before, after)
-        finally:
-            self.reached = None
-        return self.effect(reached, expert, sums_3D)
+        return self.judge_each([changes], means, seed)[0]
+
+    def judge_each(
+        self, family: Sequence[Sequence[Change]], means: Means | None = None, seed: int = 0
+    ) -> list[Effect]:
+        """Judge interventions one by one on each batch, so that the untouched head runs once for all."""
+        places = [place_of(changes, self.blocks) for changes in family]
+        for layer, _ in places:
+            if self.position[layer] < self.first:
+                raise ValueError(f"layer {layer} is changed, but its input is not stored")
+        edits = [prepared(changes, Context(self.blocks, means or {}, seed)) for changes in family]
+        routing = [self.reached_at(layer) for layer, _ in places]
+        sums = [np.zeros((3, len(self.documents))) for _ in family]
+        for number, batch in enumerate(self.batches):
+            before = self.predictions(number, self.run(number, len(self.layers), self.final[number]))
+            for edit, reached, sums_3D in zip(edits, routing, sums, strict=True):
+                self.reached = reached
+                try:
+                    with carried_out(edit), self.capture:
+                        self.capture.tokens = self.tokens(batch)
+                        after = self.run(number, self.first, self.inputs[number])
+                finally:
+                    self.reached = None
+                sums_3D += self.compared(number, before, self.predictions(number, after))
+        return [
+            self.effect(reached, expert, sums_3D)
+            for reached, (_, expert), sums_3D in zip(routing, places, sums, strict=True)
+        ]
 
     # --- what happens in a pass
 
     def reached_at(self, layer: int) -> Reached:
         return Reached(layer, LayerRouting.of(self.blocks[layer].n_experts), len(self.documents))
 
-    def add_loss(self, number: int, logits_BLV: Tensor) -> None:
+    def add_loss(self, number: int, before: Predictions) -> None:
         """Add the untouched loss of a batch."""
-        known, next_N, document_N = self.predicted(number)
-        parts = zip(torch.split(logits_BLV[known], POSITIONS), torch.split(next_N, POSITIONS), strict=True)
-        loss = [-log_p(part).gather(-1, after[:, None])[:, 0] for part, after in parts]
-        if loss:
-            self.loss_D += self.by_document(torch.cat(loss), document_N)
+        _, next_N, document_N = self.predicted(number)
+        self.loss_D += self.by_document(before.loss(next_N), document_N)
 
-    def compared(self, number: int, before_BLV: Tensor, after_BLV: Tensor) -> Array:
+    def compared(self, number: int, before: Predictions, after: Predictions) -> Array:
         """Return changed loss, KL and changed predictions of a batch, summed by document."""
-        known, next_N, document_N = self.predicted(number)
-        found = compare(before_BLV[known], after_BLV[known], next_N)
+        _, next_N, document_N = self.predicted(number)
+        found = (after.loss(next_N), divergence(before, after), before.top_N != after.top_N)
         return np.stack([self.by_document(values, document_N) for values in found])
+
+    def predictions(self, number: int, logits_BLV: Tensor | None) -> Predictions:
+        """Return the predictions of a batch where it has a next token."""
+        assert logits_BLV is not None
+        return Predictions.of(logits_BLV[self.predicted(number)[0]])
 
     def effect(self, reached: Reached, expert: int | None, sums_3D: Array) -> Effect:
         """Return the sums of a change beside the untouched routing of its layer."""
@@ -335,19 +354,41 @@ def place_of(changes: Sequence[Change], blocks: Mapping[int, Block]) -> tuple[in
     return layers[0], experts.pop() if len(layers) == 1 and len(experts) == 1 else None
 
 
-def log_p(logits_NV: Tensor) -> Tensor:
-    return logits_NV.double().log_softmax(-1)
+@dataclass(frozen=True)
+class Predictions:
+    """Next-token logits of some positions, their normalisers log Σ exp, and the most likely tokens."""
+
+    logits_NV: Tensor
+    normaliser_N: Tensor
+    top_N: Tensor
+
+    @classmethod
+    def of(cls, logits_NV: Tensor) -> Predictions:
+        parts = torch.split(logits_NV, rows_at_once(logits_NV))
+        normalisers = [part.double().logsumexp(-1) for part in parts]
+        return cls(logits_NV, torch.cat(normalisers), torch.cat([part.argmax(-1) for part in parts]))
+
+    def loss(self, next_N: Tensor) -> Tensor:
+        return self.normaliser_N - self.logits_NV.gather(-1, next_N[:, None])[:, 0].double()
 
 
-def compare(before_NV: Tensor, after_NV: Tensor, next_N: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return per position the changed loss, KL(before || after), and whether the top prediction differs."""
-    found: list[list[Tensor]] = [[], [], []]
-    for before, after, following in zip(
-        *(torch.split(part, POSITIONS) for part in (before_NV, after_NV, next_N)), strict=True
-    ):
-        p, q = log_p(before), log_p(after)
-        found[0].append(-q.gather(-1, following[:, None])[:, 0])
-        found[1].append((p.exp() * (p - q)).sum(-1))
-        found[2].append(before.argmax(-1) != after.argmax(-1))
-    loss, kl, differs = (torch.cat(parts) if parts else next_N.new_zeros(0) for parts in found)
-    return loss, kl, differs
+def rows_at_once(logits_NV: Tensor) -> int:
+    """Positions whose distributions are in float64 at once: on a CPU as many as its caches hold."""
+    if logits_NV.device.type != "cpu":
+        return POSITIONS
+    return max(1, CACHED // max(logits_NV.shape[-1], 1)) * torch.get_num_threads()
+
+
+def divergence(before: Predictions, after: Predictions) -> Tensor:
+    """KL(before || after) = Σ p (a - b) + B - A per position, with logits a and b and normalisers A and B."""
+    rows = rows_at_once(before.logits_NV)
+    parts = zip(
+        *(torch.split(part, rows) for part in (before.logits_NV, before.normaliser_N, after.logits_NV)),
+        strict=True,
+    )
+    found = []
+    for a_NV, normaliser_N, b_NV in parts:
+        a_NV = a_NV.double()
+        p_NV = (a_NV - normaliser_N[:, None]).exp_()
+        found.append(torch.linalg.vecdot(p_NV, a_NV.sub_(b_NV)))
+    return torch.cat(found) + (after.normaliser_N - before.normaliser_N)

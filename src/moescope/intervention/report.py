@@ -16,6 +16,7 @@ from moescope.intervention.figures import (
     TOP_K,
     changes,
     claimed,
+    control_words,
     grid_rows,
     interval_words,
     most_words,
@@ -72,14 +73,15 @@ Found = tuple[list[KeyNumber], list[str]]
 
 
 def expert_summary(tables: Tables) -> Found:
-    """Experts that cost more than load-matched ones, overall and per domain."""
+    """Experts that cost more than their controls, overall and per domain."""
     if "intervention_experts" not in tables or tables["intervention_experts"].empty:
         return [], []
     rows = tables["intervention_experts"]
     found = rows[claimed(rows)]
-    top = (found if len(found) else rows).nlargest(1, "excess" if len(found) else "loss_difference").iloc[0]
+    top = (found if len(found) else rows).nlargest(1, "loss_difference").iloc[0]
     place = {"tab": TAB, "colour": MEASURE, "layer": int(top["layer"]), "expert": int(top["expert"])}
-    findings: list[str] = [Finding(f"Experts on all documents: {most_words(rows)}.", **place)]
+    beyond = f", {interval_words(top, 'excess')} more than these" if len(found) else ""
+    findings: list[str] = [Finding(f"Experts on all documents: {most_words(rows)}{beyond}.", **place)]
     worst = rows.loc[rows["loss_difference"].idxmax()]
     value, where = float(worst["loss_difference"]), place_words(worst)
     keys = [KeyNumber("Largest loss from one expert", value, 0.0, NATS, where, "no effect")]
@@ -92,14 +94,15 @@ def expert_summary(tables: Tables) -> Found:
 
 
 def domain_findings(rows: pd.DataFrame) -> list[str]:
-    """The expert that each domain depends on most, beyond load-matched experts; domains without a test."""
-    found = rows[claimed(rows)].sort_values("excess", ascending=False).drop_duplicates("domain")
+    """The expert that each domain depends on most, of those beyond controls; domains without a test."""
+    found = rows[claimed(rows)].sort_values("loss_difference", ascending=False).drop_duplicates("domain")
+    controls = control_words(rows)
     untested = sorted(rows.groupby("domain")["q"].count().loc[lambda count: count == 0].index)
     sentences: list[str] = [
         Finding(
             f"Domain {row['domain']}: {place_words(row)} matters most; changing it costs "
             f"{interval_words(row, 'loss_difference')} {NATS}, {interval_words(row, 'excess')} more than "
-            f"load-matched experts (q = {number(float(row['q']))}).",
+            f"{controls} (q = {number(float(row['q']))}).",
             tab=TAB,
             colour=MEASURE,
             layer=int(row["layer"]),
@@ -111,8 +114,8 @@ def domain_findings(rows: pd.DataFrame) -> list[str]:
     if silent := [domain for domain in tested if domain not in set(found["domain"])]:
         sentences.append(
             Finding(
-                f"No single expert stands out for {listed(silent)}: none costs more than load-matched "
-                f"experts (q < {CLAIMED}).",
+                f"No single expert stands out for {listed(silent)}: none costs more than "
+                f"{controls} (q < {CLAIMED}).",
                 tab=TAB,
                 figure="effect_by_domain",
             )
@@ -209,7 +212,7 @@ def first_difference(rows: pd.DataFrame) -> int | None:
 
 
 def measures(run: Run) -> list[Measure]:
-    """Loss when an expert is removed; outlined where it costs more than load-matched experts."""
+    """Loss when an expert is removed; outlined where it costs more than its controls."""
     if "intervention_experts" not in run.tables:
         return []
     rows = run.table("intervention_experts")
@@ -222,7 +225,7 @@ def measures(run: Run) -> list[Measure]:
     )
     reach = float(rows["loss_difference"].abs().max()) or 1.0
     tested = (
-        f" Above controls: more than load-matched experts, q < {CLAIMED}." if rows["q"].notna().any() else ""
+        f" Above controls: more than {control_words(rows)}, q < {CLAIMED}." if rows["q"].notna().any() else ""
     )
     return [
         Measure(
@@ -275,15 +278,16 @@ def experts_section(tables: Tables) -> Section | None:
     if "intervention_experts" not in tables or tables["intervention_experts"].empty:
         return None
     table, rows = TABLES["intervention_experts"], tables["intervention_experts"]
-    top = rows.sort_values(["excess", "loss_difference"], ascending=False).head(SHOWN)
+    top = rows.nlargest(SHOWN, "loss_difference")
     columns = [name for name in table.columns if name != "layer_name" and top[name].notna().any()]
     return Section(
         "experts",
         "Effect of each expert",
         "Every expert is changed alone. An ablation is never quite without effect, so an expert is compared, "
-        "document by document, with the 4 experts of its layer nearest in load on other documents.",
+        "document by document, with the 4 experts of its layer nearest in load on other documents; in a "
+        "layer of fewer than 16, with all others.",
         drawable(EXPERTS, tables),
-        [table_payload(table, top, columns, f"The {len(top)} experts with the largest excess")],
+        [table_payload(table, top, columns, f"The {len(top)} experts with the largest loss difference")],
     )
 
 
@@ -354,6 +358,6 @@ def guide(run: Run) -> list[str]:
     return [
         "Intervene changes a model in memory and compares it with the untouched one on the same documents. "
         "The loss difference is what the change costs per token; 0 is no effect. Its excess is what it costs "
-        "beyond controls: experts used as much, or random directions. Claims are about excess, corrected for "
-        "the number of changes tried (q, Benjamini-Hochberg).",
+        "beyond controls: other experts of the layer, or random directions. Claimed is what costs something "
+        "and exceeds controls, corrected for the number of changes tried (q, Benjamini-Hochberg).",
     ]

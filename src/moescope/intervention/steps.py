@@ -33,6 +33,9 @@ from moescope.run import Run, RunWriter
 from moescope.types import Array, Routing
 
 CALIBRATION = "calibration"  # the task that holds loads and mean outputs
+TOGETHER = (
+    8  # interventions judged together: the untouched head runs once for them; a resumed run repeats them
+)
 
 
 class Calibration:
@@ -180,14 +183,17 @@ def judge_resident(
         seconds = passes.seconds * (calls / len(passes.layers) / len(passes.batches) - 1)
         say(f"about {duration(seconds)}, from the untouched pass", quiet)
         writer.save_info(cost=cost)
-        for number in sorted(first, key=lambda number: (first[number], number)):
-            advance(waiting[number].label, 0)
+        for place in sorted(set(first.values())):
             with writer.timed("prefix"):
-                passes.move_to(first[number])
-            with writer.timed("changes"):
-                effect = passes.judge(waiting[number].changes, means, seed)
-            yield number, effect
-            advance(waiting[number].label)
+                passes.move_to(place)
+            here = [number for number, at in first.items() if at == place]
+            for group in (here[at : at + TOGETHER] for at in range(0, len(here), TOGETHER)):
+                advance(waiting[group[0]].label, 0)
+                with writer.timed("changes"):
+                    effects = passes.judge_each([waiting[number].changes for number in group], means, seed)
+                for number, effect in zip(group, effects, strict=True):
+                    yield number, effect
+                    advance(waiting[number].label)
 
 
 def finish(writer: RunWriter, request: Request, plan: pd.DataFrame) -> Run:

@@ -64,10 +64,10 @@ def judge_streamed(
         for part in traced.loaded_parts():
             if part == traced.n_parts - 1:
                 for at in range(len(inputs)):
-                    before = run(untouched, at, None)[1].logits
+                    before = passes.predictions(at, run(untouched, at, None)[1].logits)
                     passes.add_loss(at, before)
                     for number, total_3D in sums.items():
-                        after = run(branches[number], at, routing[number])[1].logits
+                        after = passes.predictions(at, run(branches[number], at, routing[number])[1].logits)
                         total_3D += passes.compared(at, before, after)
                 continue
             here = [block.layer for block in traced.weights.layers[part].blocks]

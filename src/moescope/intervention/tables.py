@@ -18,6 +18,8 @@ ROUTING_COLUMNS = (
     "intervention", "load", "load_changed", "entropy", "entropy_changed", "cv", "cv_changed",
 )  # fmt: skip
 ALL = "all"  # domain of a row on all documents together
+# In a layer of fewer experts an expert is compared with all others: among 4, one that matters would decide.
+FEW_EXPERTS = 16
 
 # fmt: off
 COLUMNS: dict[str, Column] = {
@@ -71,8 +73,10 @@ COLUMNS: dict[str, Column] = {
     "controls": Column("int", "Controls that the change is compared with."),
     "excess": Column("float",
         "loss_difference minus its mean over the controls, paired by document. Controls of an expert: the 4 "
-        "of its layer nearest in load. Controls of a projection: random ones, of the two kinds the one with "
-        "the larger p.", chance="0: no more than controls", unit="nats per token"),
+        "of its layer nearest in load; all others where the layer has fewer than 16. Controls of a "
+        "projection: random ones, of the two kinds the one with the larger p.",
+        chance="0: no more than controls", unit="nats per token",
+        misleads="An expert that hardly matters exceeds controls that matter less: read both."),
     "excess_low": Column("float",
         "Lower end of the 95 % interval of excess over documents, and over draws of random controls.",
         misleads="Null under 10 documents, and against a single random draw."),
@@ -104,7 +108,7 @@ COLUMNS: dict[str, Column] = {
         best="0", unit="nats per token"),
     "half_a": Column("float", "loss_difference on one half of the documents.", unit="nats per token"),
     "half_b": Column("float", "loss_difference on the other half.", unit="nats per token"),
-    "domain_most": Column("text", "The domain with the largest excess.", title="domain hit most"),
+    "domain_most": Column("text", "The domain with the largest loss_difference.", title="domain hit most"),
     # --- text
     "prompt": Column("text", "The prompt, as --generate gave it."),
     "intervention_text.position": Column("int", "Place of the token in the continuation, from 0."),
