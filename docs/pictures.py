@@ -168,14 +168,14 @@ PICTURES = [
     Picture(
         "effect-by-domain.webp",
         "Experts that a domain needs",
-        "Loss when an expert is removed, beyond that of experts used as much, by domain.",
+        "Loss when an expert is removed, beyond that of the other experts of its layer, by domain.",
         "runs/experts",
         "effect_by_domain",
     ),
     Picture(
         "effect-map.webp",
         "Loss when each expert is removed",
-        "Loss difference per layer and expert; rings: more than experts used as much.",
+        "Loss difference per layer and expert; rings: more than the other experts of the layer.",
         "runs/experts",
         "effect_map",
     ),
