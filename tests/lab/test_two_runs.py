@@ -144,7 +144,7 @@ def test_a_figure_of_two_runs_has_a_line_of_caption_each_and_ticks_over_both(pag
 def test_what_cannot_show_two_runs_says_whose_it_is(page, trained_run: Run):
     page.locator("#tabs a[data-tab=routing]").click()
     caption = bring(page, "usage_by_expert").locator(".caption")
-    expect(caption).to_contain_text(f"{trained_run.name} alone.")
+    expect(caption).to_contain_text(f"{trained_run.name} only.")
     expect(page.locator("#tab-routing .table-head h3").first).to_contain_text(trained_run.name)
 
 

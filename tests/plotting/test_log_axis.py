@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from moescope.plotting.log_axis import cut_whiskers, cut_words, log_axis, plain_log
+from moescope.plotting.log_axis import cut_whiskers, cut_words, log_axis, log_colours, plain_log
+from moescope.plotting.style import heatmap
 
 
 def test_a_logarithmic_axis_names_its_ticks_and_does_not_exist_for_zeros():
@@ -14,6 +15,18 @@ def test_a_logarithmic_axis_names_its_ticks_and_does_not_exist_for_zeros():
     assert plain_log([{"y": [1e-6, 10.0]}])["ticktext"][-1] == "10"
     assert plain_log([{"y": [660, 850]}])["ticktext"] == ["700", "750", "800", "850"]
     assert plain_log([{"y": [3.0, 3.0]}])["ticktext"] == ["2", "5"]
+
+
+def test_colours_of_a_logarithmic_map_are_evenly_spaced_over_tenfold_steps():
+    values = np.array([[0.01, 0.1], [1.0, np.nan]])
+    plain = heatmap(values, ["1", "2"], ["0", "1"], low=0.01, high=1.0, label="spread")
+    drawn = log_colours(plain)
+    colour = (drawn["z"] - drawn["zmin"]) / (drawn["zmax"] - drawn["zmin"])
+    np.testing.assert_allclose(colour, [[0, 0.5], [1, np.nan]], atol=1e-12)
+    named = dict(zip(drawn["colorbar"]["ticktext"], drawn["colorbar"]["tickvals"], strict=True))
+    np.testing.assert_allclose([named["0.01"], named["0.1"], named["1"]], drawn["z"].ravel()[:3])
+    np.testing.assert_array_equal(drawn["customdata"], values)
+    assert log_colours({**plain, "z": values - 0.01})["zmin"] == 0.01
 
 
 def whiskered(y: list[float], low: list[float], high: list[float]) -> dict[str, object]:

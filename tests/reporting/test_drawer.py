@@ -113,6 +113,31 @@ def test_the_drawer_shows_every_run_of_the_model_with_the_tables_numbers(page, r
         assert ("dropped" in found["reap"]) == dropped
 
 
+def test_a_long_amount_widens_its_column_and_the_bars_stay_aligned(page):
+    page.evaluate("M.state.set({ layer: 1, expert: 2 })")
+    expect(page.locator("#drawer .bar-row .amount").first).to_be_visible()
+    boxes = page.locator("#drawer .bar-rows").first.evaluate(
+        """rows => {
+          const amounts = [...rows.querySelectorAll(".amount")];
+          amounts[0].textContent = "−1.23 × 10⁻⁵".replaceAll(" ", "\u00a0");
+          const text = document.createRange();
+          text.selectNodeContents(amounts[0]);
+          const bars = [...rows.querySelectorAll(".bar")].map((bar) => bar.getBoundingClientRect());
+          const end = rows.getBoundingClientRect().right;
+          return { past: text.getBoundingClientRect().right - end, widths: bars.map((bar) => bar.width) };
+        }"""
+    )
+    assert boxes["past"] <= 0.5
+    assert len(boxes["widths"]) > 1
+    assert max(boxes["widths"]) - min(boxes["widths"]) < 0.5
+
+
+def test_words_between_backticks_are_code(page):
+    parts = page.evaluate("M.prose('run `moescope scan` first').map((part) => part.outerHTML ?? part)")
+    assert parts == ["run ", "<code>moescope scan</code>", " first"]
+    assert page.evaluate("M.prose('a ` alone')") == ["a ` alone"]
+
+
 def test_alignment_over_k_and_its_null_band_are_the_tables_rows(page, runs):
     rows = cell(runs["scan"].table("alignment"), layer=1, expert=2).sort_values("k")
     page.evaluate("M.state.set({ layer: 1, expert: 2 })")

@@ -155,7 +155,7 @@ def base_losses(tables: Tables) -> Figure:
     caption = (
         f"Trained minus untouched, all domains: {number(total['difference'])} nats per token (equal: 0)."
     )
-    layout = base_layout("loss minus the untouched model's (nats per token)", "domain")
+    layout = base_layout("loss difference (nats per token)", "domain")
     layout["yaxis"] |= {"type": "category", "autorange": "reversed", "automargin": True}
     layout["yaxis"]["title"] = {"text": "domain", "standoff": 12}
     columns = ("base_losses.difference", "base_losses.difference_low")

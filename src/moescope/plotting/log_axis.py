@@ -36,6 +36,24 @@ def log_axis(values: Iterable[float]) -> dict[str, object] | None:
     return {"type": "log", "tickvals": ticks, "ticktext": [number(tick) for tick in ticks]}
 
 
+def log_colours(heatmap: Trace) -> Trace:
+    """Return a map with colours on a logarithmic scale; as it is if one value is not positive."""
+    values = np.asarray(heatmap["z"], float)
+    axis = log_axis(values.ravel())
+    if axis is None:
+        return heatmap
+    ticks = {"tickvals": np.log10(np.asarray(axis["tickvals"], float)), "ticktext": axis["ticktext"]}
+    return {
+        **heatmap,
+        "z": np.log10(values),
+        "zmin": np.log10(heatmap["zmin"]),
+        "zmax": np.log10(heatmap["zmax"]),
+        "colorbar": {**heatmap["colorbar"], **ticks},
+        "customdata": values,
+        "hovertemplate": heatmap["hovertemplate"].replace("%{z:", "%{customdata:"),
+    }
+
+
 def even_ticks(low: float, high: float) -> list[float]:
     """Three to eight multiples of 1, 2 or 5 times a power of ten, from low to high."""
     power = 10.0 ** np.floor(np.log10((high - low) / 3))

@@ -184,7 +184,7 @@ def purity_bars(tables: Tables) -> Figure:
         "name": "purity",
         "x": line["x"],
         "y": line["y"],
-        "marker": {"color": CATEGORICAL[0]},
+        "marker": {"color": CATEGORICAL[0], "opacity": 0.4},  # pale: the chance level is read on it
         "hovertemplate": "layer %{x}<br>purity %{y:.4g}<extra></extra>",
         **({"error_y": {**line["error_y"], "color": GREY}} if "error_y" in line else {}),
     }

@@ -168,6 +168,7 @@ def layer_figure(
     caption_more, details = interval_words(intervals)
     data, cut = cut_whiskers(data) if log else (data, None)
     yaxis = (plain_log(data) if log else None) or {"rangemode": "tozero" if from_zero else "normal"}
+    yaxis = {"exponentformat": "power", **yaxis}  # not -5µ
     layout = base_layout("layer", axis, xaxis=layer_axis(layers), yaxis=yaxis)
     return Figure(
         name,

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pandas as pd
 
-from moescope.plotting.log_axis import plain_log
+from moescope.plotting.log_axis import log_colours, plain_log
 from moescope.plotting.style import (
     ANCHORED,
     CATEGORIES,
@@ -265,9 +266,11 @@ def random_spread(frame: pd.DataFrame) -> Trace:
 def shuffle_std_by_k(tables: Tables) -> Figure:
     """Spread of alignment over all router-expert pairs by k, the unit of z."""
     top = peak(usable(tables), "shuffle_std")
+    random = random_spread(tables["alignment_layers"])
     caption = (
         f"The shuffle null is widest in layer {top['layer']:.0f}: standard deviation "
-        f"{number(top['shuffle_std'])} at k = {top['k']:.0f}. Dashed: random directions."
+        f"{number(top['shuffle_std'])} at k = {top['k']:.0f} "
+        f"(random directions: {number(random['y'][random['x'] == top['k']][0])})."
     )
     return by_k(
         "shuffle_std_by_k",
@@ -275,7 +278,7 @@ def shuffle_std_by_k(tables: Tables) -> Figure:
         caption,
         tables,
         ("shuffle_std", "random_expectation"),
-        [random_spread(tables["alignment_layers"])],
+        [random],
     )
 
 
@@ -284,28 +287,31 @@ def shuffle_log_std_by_k(tables: Tables) -> Figure:
     frame = usable(tables)
     frame = frame[frame["shuffle_std"] > 0]
     spread = frame.groupby("k")["shuffle_std"].agg(lambda values: values.max() / values.min())
+    random = random_spread(frame)
     caption = (
         f"The null's width grows {number(frame['shuffle_std'].max() / frame['shuffle_std'].min())}-fold over "
-        "k. "
+        f"k (random directions: {number(random['y'].max() / random['y'].min())}-fold)."
         if frame["layer"].nunique() == 1
         else f"At one k the null's width differs between layers by up to {number(spread.max())} times "
-        f"(k = {spread.idxmax()}). "
+        f"(k = {spread.idxmax()}; random directions: 1)."
     )
-    data = [*layer_lines(frame, "k", "shuffle_std"), random_spread(frame)]
+    data = [*layer_lines(frame, "k", "shuffle_std"), random]
     drawn = [trace for trace in data if trace["x"][0] is not None]  # a colour bar is a trace without points
     layout = base_layout(
         "k", f"{IN_WORDS['shuffle_std']}, log scale", xaxis=k_axis(frame["k"]), yaxis=plain_log(drawn) or {}
     )
-    return lines_or_map(
+    figure = lines_or_map(
         Figure(
             "shuffle_log_std_by_k",
             "Spread of alignment, log scale",
-            f"{caption}Dashed: random directions.",
+            caption,
             ("shuffle_std", "random_expectation"),
             data,
             layout,
         )
     )
+    maps = [log_colours(trace) for trace in figure.data if trace["type"] == "heatmap"]
+    return replace(figure, data=maps or figure.data)
 
 
 def z_decomposed(tables: Tables) -> Figure:

@@ -16,6 +16,9 @@ M.make = (tag, attributes = {}, ...children) => {
   return element;
 };
 
+// text in which `words` between two backticks are code
+M.prose = (text) => { const parts = text.split("`"); return parts.length % 2 ? parts.map((part, at) => (at % 2 ? M.make("code", {}, part) : part)) : [text]; };
+
 M.svg = (tag, attributes = {}, ...children) => {
   const element = document.createElementNS("http://www.w3.org/2000/svg", tag);
   for (const [key, value] of Object.entries(attributes)) element.setAttribute(key, value);

@@ -14,7 +14,7 @@ M.experts = (() => {
         low !== undefined && low !== null ? make("u", { class: "interval", style: `left:${Math.max((100 * low) / top, 0)}%;width:${(100 * Math.max(high - Math.max(low, 0), 0)) / top}%` }) : null,
         middle ? make("u", { class: "chance", style: `left:${(100 * middle) / top}%` }) : null),
       make("span", { class: "amount" }, M.number(value))));
-    return make("div", { class: "block" }, make("h4", {}, title), ...lines, note ? make("p", { class: "note" }, note) : null);
+    return make("div", { class: "block" }, make("h4", {}, title), make("div", { class: "bar-rows" }, ...lines), note ? make("p", { class: "note" }, note) : null);
   }
   function others({ title, rows, unit }, layer) {
     const links = rows.flatMap(([expert, value], index) => [index ? ", " : "", make("a", { href: M.state.link({ layer, expert }) }, `expert ${expert}`), ` ${M.number(value)} ${unit}`]);

@@ -130,6 +130,7 @@ M.figures = (() => {
       height, autosize: true, margin: { l: 58, r: 14, t: 8, b: 48 }, hovermode: "closest",
       "xaxis.automargin": true, "yaxis.automargin": true,
     });
+    if (narrow && layout.yaxis?.title?.text) layout.yaxis.title.standoff ??= 6; // wide ticks push it away
     layout.showlegend ??= true;
     layout.legend = { ...layout.legend, orientation: "h", yanchor: "bottom", y: 1.01, x: 0, xanchor: "left", font: { size: narrow ? 10 : 11.5 }, bgcolor: "rgba(0,0,0,0)" };
     await Plotly.newPlot(div, figure.data, layout, { displaylogo: false, displayModeBar: false, responsive: true, plotlyServerURL: "" });

@@ -6,11 +6,11 @@
     terms ??= new Map((await M.payload(M.data.glossary)).flatMap((section) => section.entries.map((entry) => [entry.key, entry])));
     return terms;
   };
-  M.definition = (entry) => {
+  M.definition = (entry, table) => {
     const marks = ["worst", "chance", "best"].filter((mark) => entry[mark]).map((mark) => `${mark} ${entry[mark]}`).join(" · ");
     return make("div", { class: "term", id: "term-" + entry.key }, make("strong", {}, entry.title || entry.name.replaceAll("_", " ")),
-      make("code", {}, entry.name), make("p", {}, entry.meaning), entry.formula ? make("p", { class: "formula" }, entry.formula) : null,
-      marks ? make("p", { class: "marks" }, marks) : null, entry.misleads ? make("p", { class: "misleads" }, "Caution: " + entry.misleads) : null);
+      make("code", {}, entry.name + (table ? `, table ${table}` : "")), make("p", {}, ...M.prose(entry.meaning)), entry.formula ? make("p", { class: "formula" }, entry.formula) : null,
+      marks ? make("p", { class: "marks" }, marks) : null, entry.misleads ? make("p", { class: "misleads" }, ...M.prose("Caution: " + entry.misleads)) : null);
   };
 
   async function glossary() {
@@ -18,7 +18,8 @@
     const search = make("input", { type: "search", placeholder: "Search the glossary", "aria-label": "Search the glossary" });
     const all = sections.flatMap((section) => section.entries.map((entry) => ({ ...entry, table: section.table })));
     all.sort((a, b) => (a.title || a.name).localeCompare(b.title || b.name));
-    const items = all.map((entry) => [entry, M.definition(entry)]);
+    const names = all.map((entry) => entry.name); // a name in several tables is told apart by its table
+    const items = all.map((entry) => [entry, M.definition(entry, names.indexOf(entry.name) < names.lastIndexOf(entry.name) ? entry.table : null)]);
     search.addEventListener("input", () => {
       const wanted = search.value.trim().toLowerCase();
       for (const [entry, item] of items) item.hidden = wanted !== "" && !`${entry.name} ${entry.title} ${entry.meaning}`.toLowerCase().includes(wanted);
@@ -42,7 +43,7 @@
   }
 
   M.fillMethods = async (container) => {
-    const guide = make("section", { class: "section" }, make("h2", {}, "How to read this report"), ...M.data.guide.map((words) => make("p", { class: "prose" }, words)));
+    const guide = make("section", { class: "section" }, make("h2", {}, "How to read this report"), ...M.data.guide.map((words) => make("p", { class: "prose" }, ...M.prose(words))));
     const runs = await Promise.all(M.data.runs.map(provenance));
     container.append(guide, await glossary(), make("section", { class: "section" }, make("h2", {}, "Reproduce this run"), ...runs));
     showTerm();

@@ -30,7 +30,7 @@ M.sections = (() => {
     const rows = Object.entries(facts).map(([name, value]) => make("tr", {}, make("th", { scope: "row" }, name), make("td", {}, value)));
     return make("table", { class: "plain" }, make("tbody", {}, ...rows));
   }
-  const paragraphs = (text) => text.split("\n").filter(Boolean).map((words) => make("p", { class: "prose" }, words));
+  const paragraphs = (text) => text.split("\n").filter(Boolean).map((words) => make("p", { class: "prose" }, ...M.prose(words)));
 
   // The content of a section, from the page's data or from a payload in one piece.
   function fillSection(body, content, section) {

@@ -13,8 +13,8 @@ M.versus = (() => {
   }
   const whose = (section) => (against(section) === null ? "" : name("run"));
   function alone(figure) {
-    const slider = figure.slider && { ...figure.slider, captions: figure.slider.captions.map((words) => `${words} ${name("run")} alone.`), domain_captions: {} };
-    return { ...figure, caption: `${figure.caption} ${name("run")} alone.`, slider };
+    const slider = figure.slider && { ...figure.slider, captions: figure.slider.captions.map((words) => `${words} Shows ${name("run")} only.`), domain_captions: {} };
+    return { ...figure, caption: `${figure.caption} Shows ${name("run")} only.`, slider };
   }
   // The figure of the run to compare with: same tab, section, layer and name.
   async function counterpart(entry, section) {
@@ -88,7 +88,7 @@ M.versus = (() => {
     const added = other.data.filter((trace) => ["scatter", "bar"].includes(trace.type) && !(reference(trace) && known.has(trace.name)))
       .map((trace) => ({ ...trace, name: `${trace.name ?? ""} · ${name("vs")}`, opacity: 0.85, ...(trace.type === "bar" ? { marker: { ...trace.marker, pattern: { shape: "/" } } } : { line: { ...trace.line, dash: "dot" }, marker: { ...trace.marker, symbol: "circle-open" } }) }));
     const lines = [...figure.data, ...added].filter((trace) => trace.type === "scatter" && trace.mode?.includes("lines") && !reference(trace));
-    if (lines.length > MOST_LINES) return { ...figure, caption: `${figure.caption} ${name("run")} alone: with ${name("vs")} it would have ${lines.length} lines.` };
+    if (lines.length > MOST_LINES) return { ...figure, caption: `${figure.caption} Shows ${name("run")} only: with ${name("vs")} it would have ${lines.length} lines.` };
     const data = [...figure.data, ...added];
     const { yaxis } = figure.layout;
     const layout = yaxis?.type === "log" && yaxis.tickvals ? { ...figure.layout, yaxis: logTicks(yaxis, data.flatMap((trace) => numbers(trace.y))) } : figure.layout;
