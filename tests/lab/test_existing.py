@@ -22,6 +22,7 @@ from moescope.execution.adapters import find_blocks
 from moescope.execution.models import load_model
 from moescope.lab import tuning
 from moescope.lab.existing import compared_losses, existing_config
+from moescope.lab.train import size_lines
 
 TRAIN = {
     "steps": 4,
@@ -55,6 +56,21 @@ def changed_names(before, after):
 def here(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     return tmp_path
+
+
+@pytest.mark.parametrize("family", ["mixtral", "llama"])
+def test_a_dry_run_is_about_the_base_and_writes_nothing(here, family):
+    base = saved(family, here / "base")
+    facts = moescope.count_parameters(settings(), base=base, router="loss_free")
+    lines = size_lines(facts)
+    sizes = {name: value.numel() for name, value in tensors(base).items()}
+    copies = 7 * sum(size for name, size in sizes.items() if ".mlp." in name) if family == "llama" else 0
+    assert facts["parameters_total"] == sum(sizes.values()) + copies
+    assert "loss_free" in lines[0]
+    assert "4 steps of 128 tokens" in lines[-1]
+    assert [item.name for item in here.iterdir()] == ["base"]
+    with pytest.raises(BadInput, match="--preset is for models of the lab"):
+        moescope.count_parameters(preset="nano", base=base)
 
 
 @pytest.mark.parametrize("family", ["mixtral", "deepseek_v3"])

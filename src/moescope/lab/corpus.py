@@ -175,9 +175,9 @@ def read_corpus(data: DataConfig) -> Corpus:
     return corpus_of({source.domain: texts_of(source, most) for source in opened}, data.validation_share)
 
 
-def check_texts(config: LabConfig) -> None:
+def check_texts(data: DataConfig) -> None:
     """Reject missing files without reading any; standard input and hub datasets are not checked."""
-    for path in [*config.data.text, *config.data.domains.values()]:
+    for path in [*data.text, *data.domains.values()]:
         if path != STDIN and not is_hub_text(path):
             existing(path)
 

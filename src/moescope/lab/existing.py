@@ -182,16 +182,21 @@ class TokenizerVocabulary:
         self.tokenizer.save_pretrained(folder)
 
 
-def check_memory(checkpoint: Checkpoint, base: BaseConfig, device: str) -> None:
-    """Reject a model that cannot fit the device in float32, before it is loaded."""
-    from moescope.lab.cost import memory_of
-
+def parameters_of(checkpoint: Checkpoint, base: BaseConfig) -> int:
+    """Return the parameters of the model to train, without those of new routers."""
     count = sum(info.parameters for info in checkpoint.tensors.values())
     if is_dense(checkpoint.config):
         blocks = [info.parameters for name, info in checkpoint.tensors.items() if ".mlp." in name]
         count += (base.experts - 1) * sum(blocks)
+    return count
+
+
+def check_memory(checkpoint: Checkpoint, base: BaseConfig, device: str) -> None:
+    """Reject a model that cannot fit the device in float32, before it is loaded."""
+    from moescope.lab.cost import memory_of
+
     # weights; gradients and two moments of what is trained
-    needed = count * (16 if base.trained == "everything" else 4)
+    needed = parameters_of(checkpoint, base) * (16 if base.trained == "everything" else 4)
     if needed > memory_of(device):
         raise BadInput(
             f"this training needs at least {needed / 1e9:,.1f} GB of memory, {device} has "
@@ -305,6 +310,23 @@ def check_base(name: str, config: ExistingConfig, device: str) -> None:
     if base.controls and base.trained == "routers":
         raise BadInput('[base] controls = true: a dense base has no routers; set trained = "routers+experts"')
     check_memory(checkpoint, base, device)
+
+
+def existing_size(name: str, config: ExistingConfig, device: str) -> dict[str, Any]:
+    """Return what --dry-run tells about such a training, from the base's headers."""
+    check_base(name, config, device)
+    train = config.train
+    tokens_per_step = train.batch_size * train.sequence_length
+    return {
+        "base": name,
+        "router": config.base.router,
+        "trained": config.base.trained,
+        "parameters_total": parameters_of(open_checkpoint(name), config.base),
+        "steps": train.steps,
+        "tokens_per_step": tokens_per_step,
+        "tokens": train.steps * tokens_per_step,
+        "config": jsonable(asdict(config)),
+    }
 
 
 def prepare_base(job: ExistingJob, watching: dict[str, Any]) -> str:

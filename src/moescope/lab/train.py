@@ -54,6 +54,7 @@ if TYPE_CHECKING:
     from moescope.decoder.model import LabModel
     from moescope.decoder.ranks import Ranks
     from moescope.decoder.vocabulary import Vocabulary
+    from moescope.lab.existing import ExistingConfig
     from moescope.lab.training import Data, Training
     from moescope.routing.monitor import LoopMonitor
 
@@ -162,18 +163,13 @@ def train_existing(given: dict[str, Any]) -> Run:
     from moescope.lab.existing import (
         ExistingJob,
         check_base,
-        existing_config,
         existing_identity,
         run_existing,
     )
 
-    for name in ("preset", "from_"):
-        if given[name] is not None:
-            raise BadInput(f"--{name.rstrip('_')} is for models of the lab; remove it, or --base")
-    name, config, out, quiet = str(given["base"]), given["config"], given["out"], given["quiet"]
-    if given["resume"]:
-        raise BadInput("--base with --resume: an unfinished training goes on when its command is repeated")
-    settled = existing_config(config, given["router"], given["seed"])
+    keys = ("config", "preset", "router", "from_", "seed", "resume")
+    settled = settle_existing(*(given[key] for key in keys))
+    name, out, quiet = str(given["base"]), given["out"], given["quiet"]
     place = choose_device(given["device"])
     avoid_broken_amx(place, settled.train.dtype == "bfloat16")
     with process_group(place) as ranks:
@@ -197,6 +193,20 @@ def train_existing(given: dict[str, Any]) -> Run:
     return Run.load(folder)
 
 
+def settle_existing(
+    config: Any, preset: str | None, router: str | None, from_: Any, seed: int | None, resume: bool
+) -> ExistingConfig:
+    """Return the config of train --base; options that are for models of the lab are errors."""
+    from moescope.lab.existing import existing_config
+
+    for flag, value in (("--preset", preset), ("--from", from_)):
+        if value is not None:
+            raise BadInput(f"{flag} is for models of the lab; remove it, or --base")
+    if resume:
+        raise BadInput("--base with --resume: an unfinished training goes on when its command is repeated")
+    return existing_config(config, router, seed)
+
+
 def count_parameters(
     config: str | Path | dict[str, Any] | LabConfig | None = None,
     preset: str | None = None,
@@ -205,6 +215,8 @@ def count_parameters(
     seed: int | None = None,
     resume: bool = False,
     out: str | Path | None = None,
+    base: str | Path | None = None,
+    device: str = "auto",
 ) -> dict[str, Any]:
     """Return parameters, tokens and config of a training without training it; arguments as for `train`.
 
@@ -212,9 +224,15 @@ def count_parameters(
     --------
     >>> moescope.count_parameters(preset="some_a4")["parameters_total"]  # doctest: +SKIP
     """
+    if base is not None:
+        from moescope.lab.existing import existing_size
+
+        existing = settle_existing(config, preset, router, from_, seed, resume)
+        check_texts(existing.data)
+        return existing_size(str(base), existing, choose_device(device))
     folder = None if out is None else Path(out)
     _, settled, origin = read_settings(config, preset, router, from_, seed, resume, folder)
-    check_texts(settled)
+    check_texts(settled.data)
     if settled.train.epochs:
         corpus = read_corpus(settled.data)
         (settled,) = with_steps([settled], corpus, training_vocabulary(settled, corpus, origin))
@@ -262,12 +280,19 @@ def training_size(config: LabConfig) -> dict[str, Any]:
 
 def size_lines(size: dict[str, Any]) -> list[str]:
     """Return the lines that --dry-run prints."""
+    steps = f"{size['steps']:,} steps of {size['tokens_per_step']:,} tokens: {size['tokens']:,} tokens"
+    if "base" in size:
+        return [
+            f"base {size['base']}, router {size['router']}; trained: {size['trained']}",
+            f"parameters: {size['parameters_total']:,}, without those of a new router",
+            steps,
+        ]
     return [
         f"router {size['router']}, saved in the layout {size['layout']}",
         *([f"starts from {size['from']} with its model and vocabulary"] if size["from"] else []),
         f"parameters: {size['parameters_total']:,} in total, {size['parameters_trainable']:,} trained",
         *([size["frozen"]] if size["frozen"] else []),
-        f"{size['steps']:,} steps of {size['tokens_per_step']:,} tokens: {size['tokens']:,} tokens",
+        steps,
         *(f"warning: {warning}" for warning in size["warnings"]),
     ]
 
