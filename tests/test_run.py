@@ -403,7 +403,7 @@ def test_an_error_after_the_run_is_done_does_not_undo_it(tmp_path):
 
 
 def test_loading_refuses_what_is_no_finished_run(tmp_path):
-    with pytest.raises(BadInput, match="no such folder; give a folder that a moescope verb has written"):
+    with pytest.raises(BadInput, match="no such folder; give a folder that a moescope command has written"):
         Run.load(tmp_path / "nowhere")
     with pytest.raises(BadInput, match=r"no run\.json in it"):
         Run.load(tmp_path)

@@ -82,7 +82,7 @@ class Run:
         info = read_run_json(path)
         if info is None:
             where = "no such folder" if not path.exists() else "no run.json in it"
-            raise BadInput(f"{path}: {where}; give a folder that a moescope verb has written")
+            raise BadInput(f"{path}: {where}; give a folder that a moescope command has written")
         run = cls(path, without_absolute_paths(info) if is_anonymous() else info)
         if info.get("schema_version") != SCHEMA_VERSION:
             raise BadInput(

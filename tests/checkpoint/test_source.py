@@ -392,6 +392,14 @@ def test_an_empty_folder_is_refused(tmp_path):
     assert "give the folder of a safetensors checkpoint" in message
 
 
+def test_a_run_folder_names_the_checkpoint_in_it(tmp_path):
+    inside = tmp_path / "checkpoints" / "step-8"
+    inside.mkdir(parents=True)
+    for file in (tmp_path / "run.json", inside / "config.json"):
+        file.write_text("{}")
+    assert refusal(tmp_path).endswith(f"; give {inside}")
+
+
 class Explosive:
     def __init__(self, witness: Path):
         self.witness = witness

@@ -34,6 +34,7 @@ def test_a_change_is_written_as_it_is_read():
     [
         ("layer=0 expert=1 abolish", "unknown intervention 'abolish'; known: ablate"),
         ("layer=0 expert=1", "names 0 interventions"),
+        ("layer 0 expert 1 ablate", "layer has no number; write layer=3"),
         ("expert=1 ablate skip", "names 2 interventions"),
         ("layer=x expert=1 ablate", "layer is 'x'; give numbers"),
         ("layer=0 expert=1 ablate by=3", "ablate has no option 'by'"),

@@ -165,7 +165,9 @@ def folder_tensors(files: Files) -> dict[str, TensorInfo]:
     if not names and "://" in folder:
         raise BadInput(f"{folder}: no index and no model.safetensors at this address; check it")
     content = f"it holds {', '.join(suffixes or names[:3])}" if names else "it is empty"
-    raise BadInput(f"{folder}: no .safetensors file ({content}); give the folder of a safetensors checkpoint")
+    inside = sorted(Path(folder).glob("checkpoints/*/config.json")) if "run.json" in names else []
+    remedy = str(inside[-1].parent) if inside else "the folder of a safetensors checkpoint"
+    raise BadInput(f"{folder}: no .safetensors file ({content}); give {remedy}")
 
 
 def indexed_tensors(files: Files, index_name: str, index: Any) -> dict[str, TensorInfo]:

@@ -157,9 +157,13 @@ class TokenReader:
         import pyarrow.parquet as pq
 
         if run.verb.name != "trace" or "tokens" not in run.tables:
-            raise BadInput(
-                f"{run.path}: holds no tokens table; give a run of moescope trace with --save-tokens in it"
+            inner = run.parts.get("trace")
+            remedy = (
+                f"give {inner.path}"
+                if inner is not None and "tokens" in inner.tables
+                else "give a run of moescope trace MODEL --text FILE --save-tokens"
             )
+            raise BadInput(f"{run.path}: holds no tokens table; {remedy}")
         self.run, self.path = run, run.files("tokens")[0]
         with self.named_errors():
             self.table = pq.ParquetFile(self.path)

@@ -102,8 +102,8 @@ def sources(text: Iterable[str | Path], domain: Iterable[str], token_ids: str | 
     used = [name for name, value in options.items() if value]
     if len(used) != 1:
         raise BadInput(
-            f"{' and '.join(used) or 'no text'} given; give one of --text PATH, --domain NAME=PATH, "
-            "--token-ids FILE or --recorded FILE"
+            f"{' and '.join(used) or 'no text'} given; give one of --text PATH, --domain NAME=PATH or "
+            "--token-ids FILE"
         )
     if token_ids:
         file = existing(str(token_ids))

@@ -57,8 +57,9 @@ def read_moe(checkpoint: Checkpoint) -> MoeCheckpoint:
         looked_for = ", ".join(f"{family.router} ({family.name})" for family in FAMILIES if family.router)
         model_type = (checkpoint.config or {}).get("model_type", "unknown")
         raise BadInput(
-            f"{checkpoint.shown}: no MoE layer found (model_type {model_type}); it may be a dense model, or "
-            f"its layout is not supported. Looked for: {looked_for}"
+            f"{checkpoint.shown}: no MoE layer found (model_type {model_type}); it may be a dense model "
+            "(moescope train --base gives it experts), or its layout is not supported. "
+            f"Looked for: {looked_for}"
         )
     fitting = [family for family in matching if fits(family, checkpoint)] or matching
     kind = known_kind(MODELS, checkpoint.config)

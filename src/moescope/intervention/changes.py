@@ -169,13 +169,18 @@ def parse_change(text: str) -> Change:
         plain = [word for word in words if "=" not in word]
         if not names and plain:
             raise unknown_name("intervention", plain[0], known)
-        raise BadInput(f"change {text!r} names {len(names)} interventions; name one of {', '.join(known)}")
+        raise BadInput(
+            f"change {text!r} names {len(names)} interventions; write it as 'layer=1 expert=3 ablate', "
+            f"with one of {', '.join(known)}"
+        )
     places: dict[str, tuple[int, ...]] = {}
     options: dict[str, str] = {}
     for word in words:
         key, equals, value = word.partition("=")
         if word == names[0]:
             continue
+        if word in ("layer", "expert"):
+            raise BadInput(f"change {text!r}: {word} has no number; write {word}=3, without spaces")
         if not equals:
             options[key] = "yes"  # a bare word switches an option on
         elif key in ("layer", "expert"):

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 
 import pandas as pd
 
+from moescope.intervention.estimates import FEWEST
 from moescope.intervention.figures import (
     CHANGES,
     CLAIMED,
@@ -60,6 +61,8 @@ def summary(run: Run) -> Summary:
         f"{counted(len(asked), 'intervention')} judged on {counted(int(asked['tokens'].iloc[0]), 'token')} "
         f"of {counted(int(facts['documents']), 'document')}"
     ]
+    if (documents := int(facts["documents"])) < FEWEST:
+        coverage.append(f"no intervals: they need {FEWEST} judged documents, not {documents}")
     keys = [KeyNumber("Loss of the untouched model", float(asked["loss"].iloc[0]), unit=NATS)]
     findings: list[str] = []
     parts = (expert_summary, projection_summary, top_k_summary, change_summary, text_summary)
@@ -178,7 +181,8 @@ def change_summary(tables: Tables) -> Found:
         routing = row["choices_changed"]
         later = f", {number(100 * routing)} % of later choices of experts" if pd.notna(routing) else ""
         text = (
-            f"{row['change']}: {interval_words(row, 'loss_difference')} {NATS}; "
+            f"{row['change']}: loss {number(row['loss'])} changes by "
+            f"{interval_words(row, 'loss_difference')} {NATS}; "
             f"{number(100 * row['predictions_changed'])} % of predictions{later} change, KL "
             f"{interval_words(row, 'kl')} nats."
         )
