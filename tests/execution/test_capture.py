@@ -18,10 +18,11 @@ from moescope.execution.adapters import find_blocks, router_logits
 from moescope.execution.capture import Capture, check_version
 from moescope.families import MODELS
 from moescope.families.lab import LAB
+from moescope.families.replaced import REPLACED
 from moescope.types import Routing
 
 KINDS = sorted(
-    set(MODELS) - {"kimi_k2", "nllb-moe", *LAB.models}
+    set(MODELS) - {"kimi_k2", "nllb-moe", *LAB.models, *REPLACED.models}
 )  # kimi_k2 is a DeepSeek V3; NLLB has its own test below
 tiny = functools.cache(tiny_model)
 

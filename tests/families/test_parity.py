@@ -15,10 +15,11 @@ from families.tiny_models import TinyModel, own_biases, own_experts, own_shared,
 from moescope.checkpoint import open_checkpoint
 from moescope.families import MODELS, read_moe
 from moescope.families.lab import LAB
+from moescope.families.replaced import REPLACED
 from moescope.types import ExpertStack, LayerWeights
 
 KINDS = sorted(
-    set(MODELS) - {"kimi_k2", *LAB.models}
+    set(MODELS) - {"kimi_k2", *LAB.models, *REPLACED.models}
 )  # transformers has no model of that name; it is a DeepSeek V3
 tiny = tiny_model
 

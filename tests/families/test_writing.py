@@ -41,10 +41,11 @@ from moescope.checkpoint import open_checkpoint
 from moescope.errors import BadInput
 from moescope.families import MODELS, MoeCheckpoint, read_moe
 from moescope.families.lab import LAB
+from moescope.families.replaced import REPLACED
 from moescope.families.writing import NewExpert, NewLayer, plan_moe, write_moe
 
 KINDS = sorted(
-    set(MODELS) - {"kimi_k2", *LAB.models}
+    set(MODELS) - {"kimi_k2", *LAB.models, *REPLACED.models}
 )  # transformers has no model of that name; it is a DeepSeek V3
 FORMS = ["saved", "memory"]
 KEPT = [2, 0, 3]

@@ -19,8 +19,11 @@ from moescope.execution.adapters import Block, find_blocks
 from moescope.execution.lab_models import lab_blocks
 from moescope.families import MODELS
 from moescope.families.lab import LAB
+from moescope.families.replaced import REPLACED
 
-FAMILIES = sorted(set(MODELS) - {"kimi_k2", "nllb-moe", *LAB.models})  # transformers runs NLLB's wrongly
+FAMILIES = sorted(
+    set(MODELS) - {"kimi_k2", "nllb-moe", *LAB.models, *REPLACED.models}
+)  # transformers runs NLLB's wrongly
 LAB_ROUTERS = [f"lab {name}" for name, router in ROUTERS.items() if router.routes]
 # One of each way to route and to call experts; the rest is slow by its number.
 DIFFERENT = ["mixtral", "deepseek_v3", "llama4_text", "switch_transformers", "dbrx", "gpt_oss", "phimoe"]

@@ -18,6 +18,7 @@ from moescope.execution.documents import Document
 from moescope.execution.models import TracedModel, runner_of
 from moescope.families import MODELS
 from moescope.families.lab import LAB
+from moescope.families.replaced import REPLACED
 from moescope.routing.collectors import trace_model
 from moescope.routing.counts_to_tables import Traced
 from moescope.routing.metrics import METRICS
@@ -25,7 +26,7 @@ from moescope.routing.tables import TABLES
 from moescope.routing.tally import LayerCounts
 from moescope.tables import conform
 
-KINDS = sorted(set(MODELS) - {"kimi_k2", "nllb-moe", *LAB.models})
+KINDS = sorted(set(MODELS) - {"kimi_k2", "nllb-moe", *LAB.models, *REPLACED.models})
 SPARSE_ATTENTION = ("deepseek_v32", "glm_moe_dsa")
 
 
