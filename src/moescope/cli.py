@@ -83,7 +83,9 @@ def command_of(verb: Verb) -> TyperCommand:
 
     callback.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
     callback.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
-    callback.__doc__ = summary_of(verb.run) if verb.run is not None else ""
+    paragraphs = summary_of(verb.run).split("\n\n") if verb.run is not None else []
+    # typer keeps the line breaks of the source, which fit no other width
+    callback.__doc__ = "\n\n".join(" ".join(paragraph.split()) for paragraph in paragraphs)
     if verb.returns_run:
         callback.__doc__ += f"\n\nWrites {REPORT} into the run folder; moescope report RUN --open shows it."
     app = typer.Typer(rich_markup_mode="rich", add_completion=False, pretty_exceptions_enable=False)
