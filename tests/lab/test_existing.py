@@ -22,6 +22,7 @@ from moescope.execution.adapters import find_blocks
 from moescope.execution.models import load_model
 from moescope.lab import tuning
 from moescope.lab.existing import compared_losses, existing_config
+from moescope.lab.figures_training import base_losses
 from moescope.lab.train import size_lines
 
 TRAIN = {
@@ -207,6 +208,11 @@ def test_a_dense_model_is_upcycled_trained_and_compared_with_the_dense_control(f
     assert abs(rows[("upcycled", "")]) < 1e-5
     assert rows[("trained", "")] < -1e-3
     assert rows[("dense, trained on", "")] < -1e-3
+    drawn = {
+        trace["name"]: trace["x"] for trace in base_losses({"base_losses": run.table("base_losses")}).data
+    }
+    for name in ("upcycled", "trained", "dense, trained on"):
+        np.testing.assert_array_equal(drawn[name], rows[name])
     model = AutoModelForCausalLM.from_pretrained(here / "run" / "model")
     assert model.config.model_type in ("mixtral", "qwen3_moe")
 

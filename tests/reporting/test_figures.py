@@ -56,6 +56,11 @@ NOT_HERE = {  # figures that need data which no run here holds -> why
         ("largest_changes", "agreement_layers", "agreement_divergence"),
         "in a comparison of two runs; drawn in tests/comparison/test_report.py and test_agreement.py",
     ),
+    **dict.fromkeys(
+        ("effect_map", "effect_by_domain", "effects_compared", "projection_curve", "top_k_curve"),
+        "in interventions; drawn in tests/intervention/test_figures_interventions.py",
+    ),
+    "base_losses": "in a training with --base; drawn in tests/lab/test_existing.py",
     "dropped_by_step": "no router of the lab drops tokens; drawn in tests/routing/test_report_monitor.py",
 }
 
