@@ -231,7 +231,7 @@ class Page:
     def figure_entry(self, place: str, figure: dict[str, Any]) -> dict[str, Any]:
         return {
             "payload": self.keep(place, figure),
-            **{name: figure[name] for name in ("name", "title", "wide")},
+            **{name: figure[name] for name in ("name", "title", "wide", "height")},
         }
 
     def selectors(self) -> list[dict[str, Any]]:

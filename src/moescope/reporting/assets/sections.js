@@ -21,10 +21,12 @@ M.sections = (() => {
   }
 
   function figureSlot(entry, section) {
-    return later({ class: "figure-slot" + (entry.wide ? " wide" : ""), "data-figure": entry.name }, async (slot) => {
+    const slot = later({ class: "figure-slot" + (entry.wide ? " wide" : ""), "data-figure": entry.name }, async (slot) => {
       const figure = entry.payload ? await M.payload(entry.payload) : entry;
       slot.replaceChildren(M.figures.element(M.versus.together(structuredClone(figure), await M.versus.counterpart(entry, section), section)));
     });
+    if (entry.height) slot.style.setProperty("--height", entry.height + 74 + "px");  // drawn later: nothing below may jump
+    return slot;
   }
   function factsTable(facts) {
     const rows = Object.entries(facts).map(([name, value]) => make("tr", {}, make("th", { scope: "row" }, name), make("td", {}, value)));
