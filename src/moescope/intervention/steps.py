@@ -28,6 +28,7 @@ from moescope.intervention.passes import Effect, Means, Passes, touched
 from moescope.intervention.plan import Planned, Request, plan_frame
 from moescope.intervention.streamed_passes import judge_streamed
 from moescope.intervention.tables import ROUTING_COLUMNS
+from moescope.plotting.style import counted
 from moescope.progress import duration, progress
 from moescope.run import Run, RunWriter
 from moescope.types import Array, Routing
@@ -167,7 +168,8 @@ def judge_resident(
     cost = {"layer_calls": calls, "layer_calls_whole": whole, "state_bytes": passes.state_bytes()}
     tokens, documents = int(passes.tokens_D.sum()), len(passes.documents)
     say(
-        f"{len(waiting)} interventions on {documents} documents, {tokens:,} tokens: {calls:,} layer calls "
+        f"{counted(len(waiting), 'intervention')} on {counted(documents, 'document')}, "
+        f"{tokens:,} tokens: {calls:,} layer calls "
         f"({whole:,} without reuse), {size(cost['state_bytes'])} of hidden states",
         quiet,
     )

@@ -264,7 +264,7 @@ def sections(run: Run, selection: Selection) -> list[Section]:
             if selection.values.get("layer", layer) == layer
         ]
         tables = [across_table(view, name) for name in ACROSS_TABLES if name in view.tables]
-        line = f"{len(shown)} figures and {len(tables)} tables on all layers"
+        line = f"{counted(len(shown), 'figure')} and {counted(len(tables), 'table')} on all layers"
         parts.append(
             Section("more", "More", "", list(shown.values()), tables, view=view.label, folded=True, line=line)
         )
