@@ -14,7 +14,7 @@ import moescope
 from checkpoints import tiny_checkpoint
 from deployment.deployment_runs import write_trace
 from deployment.plain_caches import random_tokens
-from moescope.deployment.exports import esft_experts, sglang_mapping
+from moescope.deployment.exports import esft_experts, in_file_names, sglang_mapping
 
 REAL = Path(os.environ.get("MOESCOPE_REAL_TRACES", Path(__file__).parents[3] / "shared" / "data" / "real"))
 
@@ -87,3 +87,10 @@ def test_lists_of_real_tasks_are_those_that_esft_published():
     for (domain, layer), rows in tokens.groupby(["domain", "layer"], observed=True):
         counts = np.bincount(np.concatenate(list(rows["experts"])), minlength=64)
         assert esft_experts(counts, 0.2) == published[domain][str(layer)], (domain, layer)
+
+
+def test_long_names_of_domains_are_cut_and_stay_apart():
+    first, second = (in_file_names("a" * 300 + end) for end in ("b", "c"))
+    assert first != second
+    assert len(first) < 100
+    assert in_file_names("code/python 3") == "code_python_3"

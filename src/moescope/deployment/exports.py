@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import re
 from pathlib import Path
 from typing import Any
@@ -13,8 +14,17 @@ from moescope.deployment.tokens import TokenTrace, hottest_first, usage
 from moescope.run import write_json
 from moescope.types import Integers
 
+LONGEST_NAME = 80  # characters of a domain in a file's name; file systems take 255 bytes
 FOLDER = "exports"
 PLACEMENTS = ("balanced", "coactivation")
+
+
+def in_file_names(domain: str) -> str:
+    """Return a domain's name as part of a file's: without odd letters, and not too long."""
+    safe = re.sub(r"[^A-Za-z0-9._-]+", "_", domain) or "text"
+    if len(safe) <= LONGEST_NAME:
+        return safe
+    return f"{safe[:LONGEST_NAME]}-{hashlib.blake2b(domain.encode(), digest_size=4).hexdigest()}"
 
 
 def write_exports(
@@ -40,8 +50,7 @@ def write_exports(
         parts = zip(trace.chosen_LTK, trace.n_experts, strict=True)
         chosen = [esft_experts(usage(chosen_TK[member_T], n), esft_share) for chosen_TK, n in parts]
         lists = {str(layer): experts for layer, experts in zip(trace.layers, chosen, strict=True)}
-        safe = re.sub(r"[^A-Za-z0-9._-]+", "_", domain) or "text"
-        files[f"esft_{safe}.json"] = esft_config(lists)
+        files[f"esft_{in_file_names(domain)}.json"] = esft_config(lists)
     return write_files(folder, files)
 
 

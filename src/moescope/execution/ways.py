@@ -159,7 +159,7 @@ def weight_bytes(checkpoint: Checkpoint, dtype: str, device: str) -> int:
     config = text_config(checkpoint.config)
     known = config.get("dtype") or config.get("torch_dtype") if dtype == "auto" else dtype
     parameters = sum(info.parameters for info in checkpoint.tensors.values())
-    if known in ITEM_BYTES or checkpoint.packed:
+    if str(known) in ITEM_BYTES or checkpoint.packed:
         return parameters * ITEM_BYTES.get(str(known), 2)
     return checkpoint.bytes()
 
