@@ -1,8 +1,8 @@
 """Routers of the lab in the place of the routers of a transformers model.
 
 Supported is every MoE block whose router `mlp.gate` returns (logits, gates, chosen experts), as most do since
-transformers 5. A checkpoint whose routers transformers does not have is saved with this module beside it, so
-that it runs without moescope: it imports nothing but torch, numpy and SOURCES of `execution.replaced`.
+transformers 5. A checkpoint whose routers transformers does not have contains a copy of this module, so that
+it runs without moescope. This module therefore imports only torch, numpy and SOURCES of `execution.replaced`.
 """
 
 from __future__ import annotations

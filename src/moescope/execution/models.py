@@ -150,7 +150,9 @@ def find_model(name: str, trust_remote_code: bool = False) -> ModelSource:
     with loading(name):
         if checkpoint is not None and KEY in (checkpoint.config or {}):
             config, kind = replaced_classes(path, checkpoint.config or {})
-            more["trust_remote_code"] = False  # its code is ours: what lies beside it is not run
+            more["trust_remote_code"] = (
+                False  # moescope's classes are used; code in the checkpoint is never run
+            )
         else:
             config = AutoConfig.from_pretrained(path, **more)
             kind = model_class(config, trust_remote_code)

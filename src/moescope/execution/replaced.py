@@ -159,13 +159,13 @@ def expert_blocks(model: Any) -> dict[int, Apart]:
     }
 
 
-def save_replaced(model: Any, replaced: Replaced, own: Sequence[Any], folder: Path) -> None:
-    """Write a model with replaced routers; `own` are the family's routers that they replaced.
+def save_replaced(model: Any, replaced: Replaced, family_routers: Sequence[Any], folder: Path) -> None:
+    """Write a model with replaced routers; `family_routers` are the ones that were replaced.
 
     A linear top-k becomes the family's own router, and the checkpoint an ordinary one of the family.
     """
     if is_plain(replaced):
-        save_plain(model, replaced, own, folder)
+        save_plain(model, replaced, family_routers, folder)
     else:
         save_with_code(model, replaced, folder)
 
@@ -178,7 +178,7 @@ def is_plain(replaced: Replaced) -> bool:
     return replaced.family != "mixtral" or kind.renormalises(replaced.model)  # Mixtral always does
 
 
-def save_plain(model: Any, replaced: Replaced, own: Sequence[Any], folder: Path) -> None:
+def save_plain(model: Any, replaced: Replaced, family_routers: Sequence[Any], folder: Path) -> None:
     kind, text = router_class(replaced.model.router), model.config.get_text_config()
     text.num_experts_per_tok = replaced.model.top_k
     if hasattr(text, "norm_topk_prob"):
@@ -186,7 +186,7 @@ def save_plain(model: Any, replaced: Replaced, own: Sequence[Any], folder: Path)
     blocks = [model.get_submodule(name) for _, name in replaced.blocks]
     instead = [block.gate for block in blocks]
     try:
-        for block, new, old in zip(blocks, instead, own, strict=True):
+        for block, new, old in zip(blocks, instead, family_routers, strict=True):
             old.weight.data.copy_(new.router.weight.detach())
             block.gate = old
         model.save_pretrained(folder)

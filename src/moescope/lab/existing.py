@@ -21,7 +21,6 @@ from moescope.errors import BadInput, unknown_name
 from moescope.execution.model_names import checkpoint_identity
 from moescope.lab.config import DataConfig, TrainConfig, check_data, read_toml
 from moescope.lab.corpus import Corpus, save_validation
-from moescope.lab.tables import TRAIN_TABLES
 from moescope.lab.upcycling import is_dense, target_of, upcycle
 from moescope.progress import progress
 from moescope.run import (
@@ -32,7 +31,6 @@ from moescope.run import (
     now,
     open_run,
     read_run_json,
-    write_table,
 )
 from moescope.storage import remove, whole_folder
 
@@ -44,6 +42,7 @@ if TYPE_CHECKING:
     from moescope.decoder.ranks import Ranks
     from moescope.decoder.replacement import Replaced
     from moescope.execution.models import TracedModel
+    from moescope.lab.batches import TokenRows
     from moescope.lab.training import Data
 
 TRAINED = ("routers", "routers+experts", "experts", "everything")
@@ -373,6 +372,7 @@ def run_existing(job: ExistingJob, watching: dict[str, Any], overwrite: bool = F
     import torch
 
     from moescope.lab import tuning
+    from moescope.lab.batches import unigram_loss
 
     config, train, ranks = job.config, job.config.train, job.ranks
     if ranks.first:
@@ -387,44 +387,40 @@ def run_existing(job: ExistingJob, watching: dict[str, Any], overwrite: bool = F
     model = traced.model
     if ranks.first:
         losses["upcycled" if dense else UNTOUCHED] = held_out(model, job, vocabulary)
-    own, replaced, agreement = put_router(job, traced, vocabulary)
+    data = rows_of(job.corpus, vocabulary, config)
+    family_routers, replaced, agreement = put_router(job, traced, data.validation)
     balanced = replaced is None and tuning.use_balance_loss(model, config.base.balance)
     partly = tuning.choose_trained(model, config.base.trained, chosen_experts(config.base, model))
     tuning.mask_gradients(partly)
     claim_folder(job, watching)
     state, step = tuning.last_state(job.folder / TRAINER)
-    data = rows_of(job.corpus, vocabulary, config)
     arguments = tuning.training_arguments(train, job.folder / TRAINER, job.device, ranks.world)
     with progress(train.steps, step, "steps", job.quiet or not ranks.first, line_per_label=False) as advance:
-        evaluate = partial(evaluation_rows, job, data, vocabulary)
+        unigram = unigram_loss(data.train, data.validation, vocabulary.size)
+        evaluate = partial(evaluation_rows, job, data.validation, unigram, math.log(vocabulary.size))
         monitor = tuning.TrainingMonitor(job.folder, train, watching, state is None, evaluate, advance)
         trainer = tuning.make_trainer(model, arguments, data.train, partly, monitor)
         monitor.facts = model_facts(job, traced, balanced, replaced) | {"routing_agreement": agreement}
         try:
             trainer.train(resume_from_checkpoint=state)
             if ranks.first:
-                save_result(job, model, vocabulary, replaced, own)
+                save_result(job, model, vocabulary, replaced, family_routers)
                 losses["trained"] = held_out(model, job, vocabulary)
+            if config.base.controls:
+                losses |= control_losses(job)
             if monitor.run is not None:
+                monitor.keep("base_losses", compared_losses(losses, train.seed))
                 save_validation(job.folder / "validation", job.corpus)
                 monitor.run.writer.info["checkpoints"] = [
                     {"step": train.steps, **checkpoint_identity(str((job.folder / MODEL).resolve()))}
                 ]
                 monitor.run.writer.info["finished"] = now()
-            run = monitor.close()
+            return monitor.close()
         except BadInput as error:
             monitor.stop(str(error))
             raise
         finally:
             monitor.stop()
-    if config.base.controls:
-        losses |= control_losses(job)
-    if run is not None:
-        import pandas as pd
-
-        frame = pd.DataFrame(compared_losses(losses, train.seed))
-        write_table(TRAIN_TABLES["base_losses"], frame, run.path / "base_losses.parquet")
-    return run
 
 
 def clear_existing(folder: Path) -> None:
@@ -456,17 +452,14 @@ def rows_of(corpus: Corpus, vocabulary: TokenizerVocabulary, config: ExistingCon
 
 
 def evaluation_rows(
-    job: ExistingJob, data: Data, vocabulary: TokenizerVocabulary, model: Any, step: int
+    job: ExistingJob, rows: TokenRows, unigram: dict[str, float], uniform: float, model: Any, step: int
 ) -> list[dict[str, Any]]:
     """Return one evaluation as rows of the table, all domains together first."""
-    from moescope.lab.batches import unigram_loss
     from moescope.lab.evaluation import evaluate
 
     train = job.config.train
     size = max(train.batch_size // train.micro_batches, 1)
-    found = evaluate(model, data.validation, step, size, job.device, train.dtype)
-    unigram = unigram_loss(data.train, data.validation, vocabulary.size)
-    uniform = math.log(vocabulary.size)
+    found = evaluate(model, rows, step, size, job.device, train.dtype)
     return [
         {
             "step": step,
@@ -480,9 +473,9 @@ def evaluation_rows(
 
 
 def put_router(
-    job: ExistingJob, traced: TracedModel, vocabulary: TokenizerVocabulary
+    job: ExistingJob, traced: TracedModel, rows: TokenRows
 ) -> tuple[list[Any], Replaced | None, dict[str, float] | None]:
-    """Replace the model's routers where asked.
+    """Replace the model's routers where asked; their agreement is measured on some of the rows.
 
     Returns the family's own routers, what replaced them, and the routing agreement before training.
     """
@@ -491,25 +484,19 @@ def put_router(
         if base.top_k and not is_dense(open_checkpoint(job.name).config):
             raise BadInput("[base] top_k is of a new router or a dense base; name a router, or remove it")
         return [], None, None
+    import torch
+
     from moescope.execution.adapters import find_blocks
     from moescope.execution.replaced import replace_routers
 
-    own = [block.module.gate for block in find_blocks(traced.model)]
-    sample = probe(job, vocabulary)
+    family_routers = [block.module.gate for block in find_blocks(traced.model)]
+    sample = torch.from_numpy(rows.batch(np.arange(min(rows.rows, 16))).ids_BL).to(job.device)
     before = chosen_by_layer(traced.model, sample)
     config = ModelConfig(router=base.router, top_k=base.top_k, router_options=base.router_options)
     replaced = replace_routers(traced.model, config)
     for one in traced.model.routers_instead:
         one.router.ranks = job.ranks
-    return own, replaced, agreement(before, chosen_by_layer(traced.model, sample))
-
-
-def probe(job: ExistingJob, vocabulary: TokenizerVocabulary) -> Any:
-    """Return a few rows of validation text."""
-    import torch
-
-    rows = rows_of(job.corpus, vocabulary, job.config).validation
-    return torch.from_numpy(rows.batch(np.arange(min(rows.rows, 16))).ids_BL).to(job.device)
+    return family_routers, replaced, agreement(before, chosen_by_layer(traced.model, sample))
 
 
 def chosen_by_layer(model: Any, ids_BL: Any) -> dict[int, Any]:
@@ -580,7 +567,11 @@ def describe_trained(base: BaseConfig, balanced: bool) -> str:
 
 
 def save_result(
-    job: ExistingJob, model: Any, vocabulary: TokenizerVocabulary, replaced: Replaced | None, own: list[Any]
+    job: ExistingJob,
+    model: Any,
+    vocabulary: TokenizerVocabulary,
+    replaced: Replaced | None,
+    family_routers: list[Any],
 ) -> None:
     """Write the trained model: as an ordinary checkpoint of its family where that has the router."""
     from moescope.execution.replaced import save_replaced
@@ -594,7 +585,7 @@ def save_result(
         if replaced is None:
             model.save_pretrained(partial_folder)
         else:
-            save_replaced(model, replaced, own, partial_folder)
+            save_replaced(model, replaced, family_routers, partial_folder)
         vocabulary.save(partial_folder)
     if asked:
         config.output_router_logits = True
