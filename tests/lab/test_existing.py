@@ -199,6 +199,22 @@ def write_text(folder):
     return [str(folder / "text.txt")]
 
 
+def test_the_control_of_a_new_router_is_the_kept_one_trained_alike(here):
+    base = saved("mixtral", here / "base")
+    config = settings(trained="routers+experts", learning_rate=1e-2)
+    kept = moescope.train(config, base=base, out=here / "kept", quiet=True).table("base_losses")
+    config["base"]["controls"] = True
+    run = moescope.train(config, base=base, router="spectra", out=here / "run", quiet=True)
+    rows = run.table("base_losses").set_index(["model", "domain"])
+    control = rows.loc["kept router, trained"]
+    wanted = kept.set_index(["model", "domain"]).loc["trained"]
+    pd.testing.assert_series_equal(control["loss"], wanted["loss"])  # the same training, as its own run
+    pd.testing.assert_series_equal(control["difference_low"], wanted["difference_low"])
+    assert control.loc["", "difference"] < -1e-3
+    apart = rows.loc["trained", "loss"] - control["loss"]
+    pd.testing.assert_series_equal(control["trained_minus"], apart, check_names=False)
+
+
 @pytest.mark.parametrize("family", DENSE)
 def test_a_dense_model_is_upcycled_trained_and_compared_with_the_dense_control(family, here):
     base = saved(family, here / "base")
@@ -247,9 +263,12 @@ def test_differences_are_paired_and_weighted_by_tokens():
     tokens = [10, 30] * 15
     frame = pd.DataFrame({"document": range(30), "domain": ["a", "b"] * 15, "tokens": tokens, "loss": 2.0})
     better = frame.assign(loss=frame["loss"] - np.where(frame["domain"] == "a", 0.4, 0.0))
-    rows = pd.DataFrame(compared_losses({"untouched": frame, "trained": better}, 0)).set_index(
-        ["model", "domain"]
-    )
+    control = better.assign(loss=better["loss"] + 0.1)
+    losses = {"untouched": frame, "trained": better, "control": control}
+    rows = pd.DataFrame(compared_losses(losses, 0)).set_index(["model", "domain"])
+    columns = ["trained_minus", "trained_minus_low", "trained_minus_high"]
+    assert rows.loc[("control", ""), columns].tolist() == pytest.approx([-0.1] * 3)  # alike in all documents
+    assert rows.loc[("control", ""), "difference"] == pytest.approx(0.1 - 0.4 * 150 / 600)
     assert rows.loc[("trained", ""), "difference"] == pytest.approx(-0.4 * 150 / 600)
     assert rows.loc[("trained", "a"), "difference"] == pytest.approx(-0.4)
     assert rows.loc[("trained", "b"), "difference"] == 0
@@ -265,7 +284,7 @@ def test_differences_are_paired_and_weighted_by_tokens():
         ({"router_options": {"z": 0.1}}, "name it with"),
         ({"balance": -1.0}, "balance must be 0 or more"),
         ({"steps": 0}, "give steps, above 0"),
-        ({"controls": True, "trained": "routers+experts"}, "has experts already"),
+        ({"controls": True, "trained": "routers+experts"}, "name a new"),
         ({"top_k": 3}, "top_k is of a new router"),
         ({"router": "hash"}, "no weights to train"),
     ],

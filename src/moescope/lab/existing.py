@@ -47,7 +47,7 @@ if TYPE_CHECKING:
 
 TRAINED = ("routers", "routers+experts", "experts", "everything")
 MODEL, UPCYCLED, TRAINER, CONTROL = "model", "upcycled", "trainer", "control"  # folders of the run
-UNTOUCHED, KEPT = "untouched", "kept"
+UNTOUCHED, TRAINED_MODEL, KEPT = "untouched", "trained", "kept"
 ONLY_LAB = {"data": ("vocabulary",), "train": ("compile", "paired_weights", "parallel")}
 
 
@@ -63,7 +63,7 @@ class BaseConfig:
     experts: int = 8  # of a dense base: copies of every feed-forward block
     top_k: int = 0  # experts per token; 0: as the base has it, 2 for a dense one
     noise: float = 0.0  # of a dense base: added to every copy, as a multiple of its standard deviation
-    controls: bool = False  # of a dense base: also train the dense model on, as long and on the same text
+    controls: bool = False  # also train the dense base, and the kept router, as long on the same text
 
 
 @dataclass(frozen=True)
@@ -247,26 +247,27 @@ def held_out(model: Any, job: ExistingJob, vocabulary: TokenizerVocabulary) -> p
 def compared_losses(losses: dict[str, pd.DataFrame], seed: int) -> list[dict[str, Any]]:
     """Return rows of the table base_losses: every model and domain, against the untouched model.
 
-    The difference is of sums over tokens, paired by document, with a 95 % interval over documents.
+    Differences are of sums over tokens, paired by document, with 95 % intervals over documents: from the
+    untouched model, and of the trained model from this one.
     """
     from moescope.statistics import bootstrap_interval
 
-    reference = losses[UNTOUCHED]
+    reference, trained = losses[UNTOUCHED], losses[TRAINED_MODEL]
     rows = []
     for name, frame in losses.items():
         for domain in ("", *dict.fromkeys(reference["domain"])):
             part = np.ones(len(frame), dtype=bool) if domain == "" else (frame["domain"] == domain).to_numpy()
             tokens = frame["tokens"].to_numpy(float)[part]
-            loss, before = (each["loss"].to_numpy(float)[part] for each in (frame, reference))
-            sums = np.stack([tokens * loss, tokens * (loss - before), tokens], -1)
+            loss, before, after = (each["loss"].to_numpy(float)[part] for each in (frame, reference, trained))
+            sums = np.stack([tokens * loss, tokens * (loss - before), tokens * (after - loss), tokens], -1)
             strata = np.unique(frame["domain"].to_numpy()[part], return_inverse=True)[1]
             low, high = bootstrap_interval(sums, per_token, strata, seed)
             value = per_token(sums.sum(0))
             row = {"model": name, "domain": domain, "documents": int(part.sum()), "tokens": int(tokens.sum())}
-            row |= {"loss": value[0], "difference": value[1]}
-            touched = name != UNTOUCHED
-            row |= {"difference_low": low[1] if touched else np.nan}
-            row |= {"difference_high": high[1] if touched else np.nan}
+            row |= {"loss": value[0]}
+            for at, column, itself in ((1, "difference", UNTOUCHED), (2, "trained_minus", TRAINED_MODEL)):
+                ends = (low[at], high[at]) if name != itself else (np.nan, np.nan)
+                row |= {column: value[at], f"{column}_low": ends[0], f"{column}_high": ends[1]}
             rows.append(row)
     return rows
 
@@ -304,10 +305,12 @@ def check_base(name: str, config: ExistingConfig, device: str) -> None:
     checkpoint, base = open_checkpoint(name), config.base
     if is_dense(checkpoint.config):
         target_of(checkpoint, base.experts, base.top_k or 2, base.noise)
-    elif base.controls:
-        raise BadInput("[base] controls = true: the control is the dense base; this base has experts already")
-    if base.controls and base.trained == "routers":
-        raise BadInput('[base] controls = true: a dense base has no routers; set trained = "routers+experts"')
+        if base.controls and base.trained == "routers":
+            raise BadInput(
+                '[base] controls = true: a dense base has no routers; set trained = "routers+experts"'
+            )
+    elif base.controls and base.router == KEPT:
+        raise BadInput("[base] controls = true: the control is the kept router; name a new [base] router")
     check_memory(checkpoint, base, device)
 
 
@@ -405,9 +408,10 @@ def run_existing(job: ExistingJob, watching: dict[str, Any], overwrite: bool = F
             trainer.train(resume_from_checkpoint=state)
             if ranks.first:
                 save_result(job, model, vocabulary, replaced, family_routers)
-                losses["trained"] = held_out(model, job, vocabulary)
+                losses[TRAINED_MODEL] = held_out(model, job, vocabulary)
             if config.base.controls:
-                losses |= control_losses(job)
+                tuning.release(trainer)
+                losses |= control_losses(job, dense)
             if monitor.run is not None:
                 monitor.keep("base_losses", compared_losses(losses, train.seed))
                 save_validation(job.folder / "validation", job.corpus)
@@ -597,24 +601,41 @@ def dense_losses(job: ExistingJob) -> pd.DataFrame:
     return held_out(traced.model, job, vocabulary)
 
 
-def control_losses(job: ExistingJob) -> dict[str, pd.DataFrame]:
-    """Train the dense base as long, on the same text; return its losses on held-out documents.
+def control_losses(job: ExistingJob, dense: bool) -> dict[str, pd.DataFrame]:
+    """Train the controls as long, on the same text; return their losses on held-out documents."""
+    losses = {}
+    if dense:
+        losses["dense, trained on"] = control_loss(job, job.name, job.folder / CONTROL / "dense")
+    if job.config.base.router != KEPT:
+        name = str(job.folder / UPCYCLED) if dense else job.name
+        losses["kept router, trained"] = control_loss(job, name, job.folder / CONTROL / KEPT)
+    return losses
 
-    Its feed-forward blocks are trained where the experts are, and everything where everything is.
+
+def control_loss(job: ExistingJob, name: str, folder: Path) -> pd.DataFrame:
+    """Train one control, from its last saved state if there is one; return its losses.
+
+    Of a dense model the feed-forward blocks are trained, or everything where everything is.
     """
     import torch
 
     from moescope.lab import tuning
 
-    train, folder = job.config.train, job.folder / CONTROL
+    train, base = job.config.train, job.config.base
     torch.manual_seed(train.seed)
-    traced, vocabulary = load_base(job.name, job.device, train.sequence_length)
-    if job.config.base.trained != "everything":
-        for name, weight in traced.model.named_parameters():
-            weight.requires_grad_(".mlp." in name)
+    traced, vocabulary = load_base(name, job.device, train.sequence_length)
+    model, partly = traced.model, []
+    if not is_dense(open_checkpoint(name).config):
+        tuning.use_balance_loss(model, base.balance)
+        partly = tuning.choose_trained(model, base.trained, chosen_experts(base, model))
+        tuning.mask_gradients(partly)
+    elif base.trained != "everything":
+        for part, weight in model.named_parameters():
+            weight.requires_grad_(".mlp." in part)
     rows = rows_of(job.corpus, vocabulary, job.config).train
     arguments = tuning.training_arguments(train, folder, job.device, job.ranks.world)
-    tuning.make_trainer(traced.model, arguments, rows, []).train(
-        resume_from_checkpoint=tuning.last_state(folder, tuning.STATE)[0]
-    )
-    return {"dense, trained on": held_out(traced.model, job, vocabulary)} if job.ranks.first else {}
+    trainer = tuning.make_trainer(model, arguments, rows, partly)
+    trainer.train(resume_from_checkpoint=tuning.last_state(folder, tuning.STATE)[0])
+    losses = held_out(model, job, vocabulary)
+    tuning.release(trainer)
+    return losses

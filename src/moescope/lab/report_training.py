@@ -41,6 +41,7 @@ from moescope.verb import (
 BASE_COLUMNS = (
     *("model", "domain", "documents", "tokens", "loss"),
     *("difference", "difference_low", "difference_high"),
+    *("trained_minus", "trained_minus_low", "trained_minus_high"),
 )
 METRIC_WORDS = {
     "gini": "Gini of the load",
@@ -107,18 +108,26 @@ def base_findings(run: Run) -> list[str]:
     findings: list[str] = []
     for name in [name for name in rows.index if name != "upcycled"]:
         row = rows.loc[name]
-        word = "lower" if row["difference"] < 0 else "higher"
-        low, high = row["difference_low"], row["difference_high"]
-        interval = "no interval: it needs 20 documents and two per domain"
-        if low == low:
-            interval = f"95 % interval {number(low)} to {number(high)}, {int(row['documents'])} documents"
         named = "The trained model" if name == "trained" else f"Control ({name})"
         text = (
             f"{named}: {number(row['loss'])} nats per token on held-out documents, "
-            f"{number(abs(row['difference']))} {word} than the untouched model ({interval}; one training)."
+            f"{compared(row, 'difference')} than the untouched model"
         )
+        if name != "trained":
+            text += f"; the trained model is {compared(row, 'trained_minus')} than this control"
+        text += f" ({int(row['documents'])} documents, one training)."
         findings.append(Finding(text, figure="base_losses"))
     return findings
+
+
+def compared(row: Any, column: str) -> str:
+    """Return a difference of losses in words, with its interval."""
+    word = "lower" if row[column] < 0 else "higher"
+    low, high = row[f"{column}_low"], row[f"{column}_high"]
+    interval = "no interval: it needs 20 documents and two per domain"
+    if low == low:
+        interval = f"95 % interval {number(low)} to {number(high)}"
+    return f"{number(abs(row[column]))} {word} [{interval}]"
 
 
 def overlay(runs: list[Run]) -> list[Section]:

@@ -352,7 +352,8 @@ TRAIN_COLUMNS: dict[str, Column] = {
     "base_losses.model": Column(
         "text",
         "untouched: the base as it was given; upcycled: a dense base with copies as experts, untrained; "
-        "trained: after training; dense, trained on: the dense base after as many steps on the same text.",
+        "trained: after training; dense, trained on, and kept router, trained: controls, after as "
+        "many steps on the same text.",
     ),
     "base_losses.domain": Column("text", "The domain of the documents; empty for all domains together."),
     "base_losses.documents": Column("int", "Held-out documents."),
@@ -376,6 +377,18 @@ TRAIN_COLUMNS: dict[str, Column] = {
         misleads="Covers the choice of documents for this one training, not other seeds.",
     ),
     "base_losses.difference_high": Column("float", "Upper end of that interval."),
+    "trained_minus": Column(
+        "float",
+        "Loss of the trained model minus that of this one on the same documents.",
+        "Σ tokens · (trained − loss)/Σ tokens",
+        chance="0",
+    ),
+    "trained_minus_low": Column(
+        "float",
+        "Lower end of its 95 % interval, as of the difference.",
+        misleads="Covers the choice of documents for this one training, not other seeds.",
+    ),
+    "trained_minus_high": Column("float", "Upper end of that interval."),
     "unigram_loss": Column(
         "float",
         "Loss of the unigram baseline: token frequencies of the training text, no context.",
@@ -414,7 +427,10 @@ TRAIN_TABLES: dict[str, Table] = {
             "base_losses",
             "Loss on held-out documents of a model that existed before, trained and untouched.",
             ("model", "domain"),
-            ("documents", "tokens", "loss", "difference", "difference_low", "difference_high"),
+            (
+                *("documents", "tokens", "loss", "difference", "difference_low", "difference_high"),
+                *("trained_minus", "trained_minus_low", "trained_minus_high"),
+            ),
         ),
         Table(
             "evaluations",

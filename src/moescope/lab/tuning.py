@@ -199,6 +199,17 @@ def make_trainer(
     return trainer
 
 
+def release(trainer: PartTrainer) -> None:
+    """Free the memory of the model, its gradients and AdamW's moments, for a control."""
+    for optimiser in (trainer.optimizer, getattr(trainer.optimizer, "optimizer", None)):
+        if optimiser is not None:
+            optimiser.state.clear()
+    trainer.model.zero_grad()
+    trainer.model.to("meta")
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+
+
 class TrainingMonitor(Monitor):
     """The Monitor as the writer of a training's run; it also evaluates."""
 
