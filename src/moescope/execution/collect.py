@@ -182,6 +182,7 @@ def run_streamed(
             if part < traced.n_parts - 1 and states.resumes:
                 names = {block.name for block in traced.weights.layers[part].blocks}
                 ran = [block for block in capture.blocks if block.name in names]
+                traced.weights.wait_for_layer()  # records may be copied still
                 states.commit(part_record(ran, collectors) if traced.revise is None else {})
     states.remove()
     traced.execution.record(traced.name, bytes_read=traced.weights.bytes_read)
@@ -306,8 +307,8 @@ def run_batch(
 def prefill_inputs(traced: TracedModel, batch: Batch) -> dict[str, Any]:
     """Return the arguments of a forward pass over a whole batch."""
     inputs: dict[str, Any] = {
-        "input_ids": torch.from_numpy(batch.ids_BL).to(traced.device),
-        "attention_mask": torch.from_numpy(batch.real_BL).to(traced.device).long(),
+        "input_ids": torch.from_numpy(batch.ids_BL).to(traced.device, non_blocking=True),
+        "attention_mask": torch.from_numpy(batch.real_BL).to(traced.device, non_blocking=True).long(),
     }
     if traced.two_stacks:  # both stacks read the document
         inputs |= {f"decoder_{name}": tensor for name, tensor in inputs.items()}

@@ -6,7 +6,7 @@ import hashlib
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -164,20 +164,23 @@ class Batch:
 
     def tokens(self, device: str, phase: str, start: int, stop: int) -> Tokens:
         """Return the tokens of columns `start` to `stop`."""
-        length = stop - start
 
-        def per_token(values: list[int]) -> torch.Tensor:
-            return torch.tensor(values, device=device).repeat_interleave(length)
+        def on_device(values: Any) -> torch.Tensor:
+            return torch.from_numpy(values).to(device, non_blocking=True)
 
+        of_rows = [(row.number, row.start, row.domain, row.bucket) for row in self.rows]
+        facts = np.array(of_rows, dtype=np.int64).reshape(-1, 4).repeat(stop - start, axis=0).T
+        facts[1] += np.tile(np.arange(start, stop), len(self.rows))
+        ids_T, real_T = (part[:, start:stop].reshape(-1) for part in (self.ids_BL, self.real_BL))
+        documents, positions, domains, buckets = on_device(facts)
         return Tokens(
             len(self.rows),
-            torch.from_numpy(self.ids_BL[:, start:stop].reshape(-1)).to(device),
-            torch.from_numpy(self.real_BL[:, start:stop].reshape(-1)).to(device),
-            per_token([row.number for row in self.rows]),
-            per_token([row.start for row in self.rows])
-            + torch.arange(start, stop, device=device).repeat(len(self.rows)),
-            per_token([row.domain for row in self.rows]),
-            per_token([row.bucket for row in self.rows]),
+            on_device(ids_T),
+            on_device(real_T),
+            documents,
+            positions,
+            domains,
+            buckets,
             phase,
             continues=start > 0,
         )

@@ -229,11 +229,14 @@ def unpack(layout: dict[str, Any], descriptor: int, device: str) -> Any:
 
 
 def place(value: Any, device: str) -> Any:
-    """Return nested tensors on the device; from a GPU to pinned memory, which is copied fastest."""
+    """Return nested tensors on the device; from a GPU to pinned memory, which is copied fastest.
+
+    Copies are only queued: what runs on the GPU later sees them done, the CPU after a synchronisation.
+    """
     if isinstance(value, Tensor):
         if value.is_cuda and device == "cpu":
-            return torch.empty_like(value, device=device, pin_memory=True).copy_(value)
-        return value.detach().to(device)
+            return torch.empty_like(value, device=device, pin_memory=True).copy_(value, non_blocking=True)
+        return value.detach().to(device, non_blocking=True)
     if isinstance(value, dict):
         return {name: place(part, device) for name, part in value.items()}
     if isinstance(value, tuple | list):

@@ -278,13 +278,17 @@ class LayerWeights:
 
     def free(self, part: int | str) -> None:
         """Drop a part's weights; routers, which are small, stay on the CPU."""
-        if self.stream is not None:
-            torch.cuda.current_stream(self.device).synchronize()  # their memory is read into at once
+        self.wait_for_layer()  # their memory is read into at once
         routers = {block.router for layer in self.layers_of(part) for block in layer.blocks}
         for module, attribute, tensor in list(self.tensors_of(part)):
             place = "cpu" if module in routers else "meta"
             self.replace_tensor(module, attribute, tensor.detach().to(place))
         self.loaded.discard(part)
+
+    def wait_for_layer(self) -> None:
+        """Wait until a GPU has done all that was asked of it, reading weights aside."""
+        if self.stream is not None:
+            torch.cuda.current_stream(self.device).synchronize()
 
     def layers_of(self, part: int | str) -> list[Layer]:
         return [self.layers[part]] if isinstance(part, int) else []

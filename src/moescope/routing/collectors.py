@@ -15,6 +15,7 @@ from moescope.errors import BadInput
 from moescope.execution.adapters import Block, adapter_of, find_blocks, selection_alone
 from moescope.execution.collect import Pass, PassCollector, collect
 from moescope.execution.documents import Batch, Document, Window
+from moescope.execution.hidden_states import place
 from moescope.execution.models import TracedModel, predicted_tokens
 from moescope.execution.streamed import StreamedModel
 from moescope.routing.contexts import Contexts, TokenText
@@ -255,7 +256,7 @@ class TokenCollector(PassCollector):
 
     def pause_pass(self, current: Pass) -> None:
         for layer, record in self.layers.items():
-            self.paused.setdefault(layer, {})[current.number] = tuple(part.cpu() for part in record)
+            self.paused.setdefault(layer, {})[current.number] = place(record, "cpu")
         self.layers = {}
 
     def end_pass(self, current: Pass, output: Any) -> None:
