@@ -52,7 +52,10 @@ if TYPE_CHECKING:
     from moescope.lab.corpus import Corpus
     from moescope.lab.study_config import Study
 
-TASK_TABLES = ("study_runs", "study_documents", "study_curves")  # written by single trainings
+TASK_TABLES = (  # written by single trainings
+    *("study_runs", "study_documents", "study_curves"),
+    *("study_experts", "study_mixed", "study_spans"),
+)
 TIMED_TOKENS, TIMED_TOKENS_ON_CPU = 16_384, 2_048  # at most, when the parts of a block are timed
 
 

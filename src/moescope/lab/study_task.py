@@ -109,7 +109,8 @@ def run_task(device: str, task: TrainingTask, tick: Callable[[], None]) -> TaskR
         "study_documents": documents.assign(**task.keys),
     }
     curves = curves_of(run, task)
-    return TaskResult(frames if curves is None else {**frames, "study_curves": curves})
+    frames |= {} if curves is None else {"study_curves": curves}
+    return TaskResult(frames | probe_model(run, task, text, device))
 
 
 _COSTS: dict[str, dict[str, int]] = {}  # by config: the tables are written again after every training
@@ -168,6 +169,18 @@ def measure(
     if stability is not None:
         values |= {name: getattr(stability, name) for name in ("consistency", "usage_sigma", "kendall_tau")}
     return {**values, **speed(run)}, documents
+
+
+def probe_model(run: Run, task: TrainingTask, text: StudyText, device: str) -> dict[str, pd.DataFrame]:
+    """Return what `study_probes` finds in the trained model."""
+    from moescope.decoder.saving import load_model
+    from moescope.lab.study_probes import probe
+
+    train = task.config.train
+    model, _ = load_model(Path(saved_checkpoints(run.path / "checkpoints")[-1]["path"]), device)
+    size = max(train.batch_size // train.micro_batches, 1)
+    frames = probe(model, text.data.validation, text.vocabulary, size, device, train.dtype)
+    return {name: frame.assign(**task.keys) for name, frame in frames.items()}
 
 
 def load_over_steps(run: Run) -> pd.DataFrame:

@@ -193,6 +193,56 @@ COLUMNS: dict[str, Column] = {
         "Validation loss at that step, in nats per token; null without an evaluation.",
         chance="the reference arm at the same step",
     ),
+    "study_experts.x": Column(
+        "float",
+        "First principal axis of the mean cosines of two experts' outputs for the same tokens.",
+    ),
+    "study_experts.y": Column("float", "Second principal axis of them."),
+    "study_experts.variance_share": Column(
+        "float", "Share of the variance of the layer's experts that the two axes show.", best="1"
+    ),
+    "before_quota": Column(
+        "float",
+        "Share of slots that the expert would get in a training pass without its quota; null without one.",
+        chance="1/n",
+        title="before the quota",
+    ),
+    "after_quota": Column(
+        "float",
+        "Share of slots that the expert gets in that pass; the rest of the slots stays empty.",
+        chance="1/n",
+        worst="the capacity, cf/n, for many experts: many slots stay empty",
+        title="after the quota",
+    ),
+    "study_mixed.document": Column("int", "A row of validation text whose first half is of another domain."),
+    "first_domain": Column("text", "The domain of the first half."),
+    "study_mixed.domain": Column("text", "The domain of the second half, whose tokens are predicted."),
+    "study_mixed.tokens": Column("int", "Tokens of the second half."),
+    "loss_own": Column("float", "Loss of the second half after its own first half, in nats per token."),
+    "loss_same": Column("float", "The same tokens after another text of their domain."),
+    "loss_other": Column(
+        "float",
+        "The same tokens after a text of another domain.",
+        chance="loss_same: another text, the same domain",
+        title="loss after a switch",
+    ),
+    "entropy_own": Column("float", "Routing entropy of those tokens after their own first half, in nats."),
+    "entropy_same": Column("float", "The same after another text of their domain."),
+    "entropy_other": Column("float", "The same after a text of another domain.", chance="entropy_same"),
+    "kept_same": Column(
+        "float", "Share of those tokens' experts that stay after another text of their domain.", best="1"
+    ),
+    "kept_other": Column(
+        "float", "Share that stays after a text of another domain.", chance="kept_same", best="1"
+    ),
+    "study_spans.document": Column("int", "Number of the document in `study_mixed`."),
+    "study_spans.first": Column("int", "First token of the span, from 0."),
+    "study_spans.last": Column("int", "Last token of the span."),
+    "study_spans.domain": Column("text", "The domain of the span's text."),
+    "study_spans.text": Column("text", "The beginning of the span's text."),
+    "study_spans.share": Column(
+        "float", "Share of the span's choices that went to the expert, in the middle layer.", chance="1/n"
+    ),
     "reference": Column("text", "The arm that the question's other arms are compared with."),
     "seeds": Column("int", "Seeds with a result of both arm and reference; for the reference, its seeds."),
     "study_comparisons.mean": Column(
@@ -325,6 +375,27 @@ TABLES: dict[str, Table] = define_tables(
             *("train_loss", "validation_loss", "routing_entropy", "routing_entropy_chance"),
             *("load_cv", "load_cv_chance", "unused_share", "unused_share_chance"),
         ),
+    ),
+    Table(
+        "study_experts",
+        "Experts of each trained model: map of their outputs, load before and after the quota.",
+        ("arm", "seed", "layer", "expert"),
+        ("x", "y", "variance_share", "before_quota", "after_quota"),
+    ),
+    Table(
+        "study_mixed",
+        "Documents that switch domain in the middle: the second half's loss and routing by its context.",
+        ("arm", "seed", "document"),
+        (
+            *("first_domain", "domain", "tokens", "loss_own", "loss_same", "loss_other"),
+            *("entropy_own", "entropy_same", "entropy_other", "kept_same", "kept_other"),
+        ),
+    ),
+    Table(
+        "study_spans",
+        "The most used experts of each span of a document that switches domain.",
+        ("arm", "seed", "document", "first", "expert"),
+        ("last", "layer", "domain", "share", "text"),
     ),
     Table(
         "study_comparisons",
