@@ -94,7 +94,7 @@ class Block:
     def weight_ED(self) -> Tensor:
         weight = self.router.weight
         assert isinstance(weight, Tensor)
-        return present_value(self.router, "weight", weight)
+        return with_adapters(self.router, present_value(self.router, "weight", weight))
 
     @property
     def device(self) -> torch.device:
@@ -112,7 +112,8 @@ class Block:
     @property
     def trained(self) -> list[Tensor]:
         """The router's tensors that receive gradients."""
-        weights = list(self.router.parameters()) if self.hands_out else [self.weight_ED]
+        several = self.hands_out or hasattr(self.router, "active_adapters")
+        weights = list(self.router.parameters()) if several else [self.weight_ED]
         return [weight for weight in weights if weight.requires_grad]
 
     @property
@@ -146,6 +147,14 @@ def present_value(module: nn.Module, name: str, tensor: Tensor) -> Tensor:
     return tensor
 
 
+def with_adapters(module: Any, weight: Tensor) -> Tensor:
+    """Return a module's weight with the change that peft's active adapters make to it."""
+    if not getattr(module, "merged", False):
+        for name in getattr(module, "active_adapters", ()):
+            weight = weight + module.get_delta_weight(name)
+    return weight
+
+
 def find_blocks(model: Any) -> list[Block]:
     """Return every MoE block by layer; decoder layers are numbered after the encoder's."""
     if hands_out_routing(model):
@@ -159,19 +168,29 @@ def find_blocks(model: Any) -> list[Block]:
         n_experts = getattr(module, "num_experts", None)
         if not type(module).__name__.endswith("Experts") or not isinstance(n_experts, int):
             continue
-        block = modules[path.rpartition(".")[0]]
+        outside = path.replace(".base_layer", "")  # adapters of peft are around it
+        block = modules[outside.rpartition(".")[0]]
         number = layer_number(path, config)
-        router = find_router(block, module, n_experts)
+        experts = modules[outside]
+        router = find_router(block, experts, n_experts)
         if router is None:
             raise BadInput(
-                f"model type {model_type!r}: no router with {n_experts} rows next to {path}; moescope cannot "
-                "trace this model"
+                f"model type {model_type!r}: no router with {n_experts} rows next to {outside}; moescope "
+                "cannot trace this model"
             )
         groups = (int(getattr(text, "n_group", None) or 1), int(getattr(text, "topk_group", None) or 1))
         scoring = known_scoring(model_type, text)
         blocks.append(
             Block(
-                number, path.rpartition(".")[0], block, module, router, n_experts, model_type, scoring, groups
+                number,
+                outside.rpartition(".")[0],
+                block,
+                experts,
+                router,
+                n_experts,
+                model_type,
+                scoring,
+                groups,
             )
         )
     if not blocks:

@@ -9,6 +9,7 @@ import json
 import math
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -46,7 +47,7 @@ if TYPE_CHECKING:
     from moescope.lab.training import Data
 
 TRAINED = ("routers", "routers+experts", "experts", "everything")
-MODEL, UPCYCLED, TRAINER, CONTROL = "model", "upcycled", "trainer", "control"  # folders of the run
+MODEL, ADAPTER, UPCYCLED, TRAINER, CONTROL = "model", "adapter", "upcycled", "trainer", "control"  # folders
 UNTOUCHED, TRAINED_MODEL, KEPT = "untouched", "trained", "kept"
 ONLY_LAB = {"data": ("vocabulary",), "train": ("compile", "paired_weights", "parallel")}
 
@@ -59,6 +60,7 @@ class BaseConfig:
     router_options: dict[str, Option] = field(default_factory=dict)
     trained: str = "routers"  # one of TRAINED
     expert_list: str = ""  # with trained = "experts": a JSON file as moescope deploy writes it (esft_*.json)
+    lora: int = 0  # rank of the adapters through which that is trained; 0: none
     balance: float = 0.01  # weight of the family's own balance loss, where it has one
     experts: int = 8  # of a dense base: copies of every feed-forward block
     top_k: int = 0  # experts per token; 0: as the base has it, 2 for a dense one
@@ -137,6 +139,10 @@ def check_existing(config: ExistingConfig, where: str) -> None:
             )
     elif base.router_options:
         raise BadInput(f"{where}: [base] router_options are of a new router; name it with [base] router")
+    if base.lora < 0:
+        raise BadInput(f"{where}: [base] lora is a rank, 1 or more (0: no adapters), not {base.lora}")
+    if base.lora and find_spec("peft") is None:
+        raise BadInput(f"{where}: [base] lora needs peft; pip install 'moescope[tune]'")
     if not 0 <= base.balance < float("inf"):
         raise BadInput(f"{where}: [base] balance must be 0 or more, not {base.balance}")
     if (base.trained == "experts") != bool(base.expert_list):
@@ -195,7 +201,7 @@ def check_memory(checkpoint: Checkpoint, base: BaseConfig, device: str) -> None:
     from moescope.lab.cost import memory_of
 
     # weights; gradients and two moments of what is trained
-    needed = parameters_of(checkpoint, base) * (16 if base.trained == "everything" else 4)
+    needed = parameters_of(checkpoint, base) * (16 if base.trained == "everything" and not base.lora else 4)
     if needed > memory_of(device):
         raise BadInput(
             f"this training needs at least {needed / 1e9:,.1f} GB of memory, {device} has "
@@ -376,6 +382,7 @@ def run_existing(job: ExistingJob, watching: dict[str, Any], overwrite: bool = F
 
     from moescope.lab import tuning
     from moescope.lab.batches import unigram_loss
+    from moescope.lab.lora import add_adapters, merge_adapters
 
     config, train, ranks = job.config, job.config.train, job.ranks
     if ranks.first:
@@ -394,6 +401,9 @@ def run_existing(job: ExistingJob, watching: dict[str, Any], overwrite: bool = F
     family_routers, replaced, agreement = put_router(job, traced, data.validation)
     balanced = replaced is None and tuning.use_balance_loss(model, config.base.balance)
     partly = tuning.choose_trained(model, config.base.trained, chosen_experts(config.base, model))
+    adapted = None
+    if config.base.lora:
+        adapted, partly = add_adapters(model, config.base.lora, partly), []
     tuning.mask_gradients(partly)
     claim_folder(job, watching)
     state, step = tuning.last_state(job.folder / TRAINER)
@@ -406,6 +416,8 @@ def run_existing(job: ExistingJob, watching: dict[str, Any], overwrite: bool = F
         monitor.facts = model_facts(job, traced, balanced, replaced) | {"routing_agreement": agreement}
         try:
             trainer.train(resume_from_checkpoint=state)
+            if adapted is not None:
+                merge_adapters(adapted, job.folder / ADAPTER if ranks.first and replaced is None else None)
             if ranks.first:
                 save_result(job, model, vocabulary, replaced, family_routers)
                 losses[TRAINED_MODEL] = held_out(model, job, vocabulary)
@@ -432,7 +444,7 @@ def clear_existing(folder: Path) -> None:
     if (read_run_json(folder) or {}).get("verb") != "train":
         return
     mark_unfinished(folder)
-    for part in (TRAINER, CONTROL, UPCYCLED, MODEL, "scan", "trace", "validation"):
+    for part in (TRAINER, CONTROL, UPCYCLED, MODEL, ADAPTER, "scan", "trace", "validation"):
         if (folder / part).exists():
             remove(folder / part)
 
@@ -567,7 +579,8 @@ def describe_trained(base: BaseConfig, balanced: bool) -> str:
     what = {"experts": f"the experts of {base.expert_list}"}.get(base.trained, base.trained)
     loss = f"balance loss weighted {base.balance:g}" if balanced and base.balance else "no balance loss"
     loss = loss if base.router == KEPT else "the new router's own losses"
-    return f"trained: {what.replace('+', ' and ')}; {loss}"
+    through = f" through adapters of rank {base.lora}" if base.lora else ""
+    return f"trained: {what.replace('+', ' and ')}{through}; {loss}"
 
 
 def save_result(
@@ -620,6 +633,7 @@ def control_loss(job: ExistingJob, name: str, folder: Path) -> pd.DataFrame:
     import torch
 
     from moescope.lab import tuning
+    from moescope.lab.lora import add_adapters
 
     train, base = job.config.train, job.config.base
     torch.manual_seed(train.seed)
@@ -628,10 +642,13 @@ def control_loss(job: ExistingJob, name: str, folder: Path) -> pd.DataFrame:
     if not is_dense(open_checkpoint(name).config):
         tuning.use_balance_loss(model, base.balance)
         partly = tuning.choose_trained(model, base.trained, chosen_experts(base, model))
-        tuning.mask_gradients(partly)
     elif base.trained != "everything":
         for part, weight in model.named_parameters():
             weight.requires_grad_(".mlp." in part)
+    if base.lora:
+        add_adapters(model, base.lora, partly)
+        partly = []
+    tuning.mask_gradients(partly)
     rows = rows_of(job.corpus, vocabulary, job.config).train
     arguments = tuning.training_arguments(train, folder, job.device, job.ranks.world)
     trainer = tuning.make_trainer(model, arguments, rows, partly)
