@@ -139,6 +139,34 @@ def test_the_balance_loss_reaches_the_routers_through_the_model_s_loss():
         assert float(extra.norm()) > 1e-5
 
 
+@pytest.mark.parametrize("family", ["mixtral", "deepseek_v3"])
+def test_fused_experts_of_fp32_weights_compute_in_bf16_within_autocast(family):
+    outputs, dtypes, original = {}, [], torch.nn.functional.grouped_mm
+
+    def note(x, weight, **more):
+        dtypes.append(weight.dtype)
+        return original(x, weight, **more)
+
+    for way in ("eager", "ours"):  # transformers' own loop of F.linear follows autocast
+        model = tiny(family)
+        if way == "eager":
+            model.set_experts_implementation("eager")
+        else:
+            tuning.use_autocast_experts(model)
+        with torch.autocast("cpu", torch.bfloat16), pytest.MonkeyPatch.context() as patch:
+            patch.setattr(torch.nn.functional, "grouped_mm", note)
+            loss = model(ids(), labels=ids()).loss
+            loss.backward()
+        gradients = [block.experts.down_proj.grad for block in find_blocks(model)]
+        outputs[way] = [loss.detach().reshape(1), *gradients]
+    assert set(dtypes) == {torch.bfloat16}
+    for theirs, ours in zip(*outputs.values(), strict=True):
+        assert ours.dtype == torch.float32
+        assert float((theirs - ours).norm() / theirs.norm()) < 0.03
+    saved_config = model.config.to_dict()
+    assert "autocast" not in json.dumps(saved_config, default=str)
+
+
 def trainer_of(model, tmp_path, micro):
     arguments = tuning.training_arguments(
         existing_config(settings(), None, None).train, tmp_path / "trainer", "cpu", 1

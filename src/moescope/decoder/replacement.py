@@ -95,9 +95,11 @@ class RouterInstead(nn.Module):
         logits_TE = routed.logits_TE
         if logits_TE is None:
             logits_TE = x_TD.new_zeros(len(x_TD), n_experts)
-        gates_TK = (routed.gates_TK * self.scale).to(x_TD.dtype)
+        real_TK = routed.chosen_TK >= 0
+        # without this, the gradient of an empty slot may be what lay in memory
+        gates_TK = torch.where(real_TK, routed.gates_TK * self.scale, 0.0).to(x_TD.dtype)
         # transformers takes the number of experts for "none of mine"
-        return logits_TE, gates_TK, routed.chosen_TK.where(routed.chosen_TK >= 0, n_experts).long()
+        return logits_TE, gates_TK, routed.chosen_TK.where(real_TK, n_experts).long()
 
 
 def install_routers(model: nn.Module, replaced: Replaced) -> list[RouterInstead]:

@@ -357,9 +357,10 @@ def claim_folder(job: ExistingJob, watching: dict[str, Any]) -> None:
             pass
 
 
-def load_base(name: str, device: str, length: int) -> tuple[TracedModel, TokenizerVocabulary]:
+def load_base(name: str, device: str, train: TrainConfig) -> tuple[TracedModel, TokenizerVocabulary]:
     """Load a model in float32 with its tokenizer; raise where rows of that length do not fit."""
     from moescope.execution.models import TracedModel, find_model, load_weights, with_tokenizer
+    from moescope.lab.tuning import use_autocast_experts
 
     source = find_model(name)
     model = load_weights(source, "float32", device)
@@ -367,6 +368,9 @@ def load_base(name: str, device: str, length: int) -> tuple[TracedModel, Tokeniz
         if hasattr(model.config, key):
             delattr(model.config, key)
     traced = with_tokenizer(TracedModel(name, model, model, None, device), source)
+    if train.dtype == "bfloat16":
+        use_autocast_experts(model)
+    length = train.sequence_length
     longest = getattr(traced.config.get_text_config(), "max_position_embeddings", None)
     if longest is not None and length > longest:
         raise BadInput(f"[train] sequence_length {length}: {name} has {longest} positions; lower it")
@@ -393,7 +397,7 @@ def run_existing(job: ExistingJob, watching: dict[str, Any], overwrite: bool = F
     dense = is_dense(open_checkpoint(job.name).config)
     losses = {UNTOUCHED: dense_losses(job)} if dense and ranks.first else {}
     torch.manual_seed(train.seed)
-    traced, vocabulary = load_base(prepare_base(job, watching), job.device, train.sequence_length)
+    traced, vocabulary = load_base(prepare_base(job, watching), job.device, train)
     model = traced.model
     if ranks.first:
         losses["upcycled" if dense else UNTOUCHED] = held_out(model, job, vocabulary)
@@ -610,7 +614,7 @@ def save_result(
 
 def dense_losses(job: ExistingJob) -> pd.DataFrame:
     """Return the dense base's losses on held-out documents."""
-    traced, vocabulary = load_base(job.name, job.device, job.config.train.sequence_length)
+    traced, vocabulary = load_base(job.name, job.device, job.config.train)
     return held_out(traced.model, job, vocabulary)
 
 
@@ -637,7 +641,7 @@ def control_loss(job: ExistingJob, name: str, folder: Path) -> pd.DataFrame:
 
     train, base = job.config.train, job.config.base
     torch.manual_seed(train.seed)
-    traced, vocabulary = load_base(name, job.device, train.sequence_length)
+    traced, vocabulary = load_base(name, job.device, train)
     model, partly = traced.model, []
     if not is_dense(open_checkpoint(name).config):
         tuning.use_balance_loss(model, base.balance)

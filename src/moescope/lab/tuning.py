@@ -17,6 +17,7 @@ from safetensors.torch import load_model, save_model
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 from transformers import PrinterCallback, Trainer, TrainingArguments
+from transformers.integrations.moe import ExpertsInterface, grouped_mm_experts_forward
 from transformers.trainer_utils import get_last_checkpoint
 
 from moescope.errors import BadInput
@@ -30,6 +31,7 @@ WEIGHTS = "weights.safetensors"  # in a state of the Trainer
 SETTLED = "tables-settled"  # in a state of the Trainer up to which all tables are on disk
 STATE = "trainer_state.json"  # what the Trainer writes last
 UNLIMITED = 1e30  # gradient norm
+AUTOCAST = "grouped_mm_autocast"  # name of our way to compute fused experts
 WINDOWS = 20  # of the Monitor per training, about
 
 
@@ -149,6 +151,38 @@ def mask_updates(optimiser: torch.optim.Optimizer, partly: list[ChosenRows]) -> 
                 part.weight.mul_(torch.where(part.rows.view(part.shape), factor, 1.0).to(part.weight.dtype))
 
     optimiser.register_step_pre_hook(decay)
+
+
+# --- experts in bf16
+
+
+class InDtype:
+    """A module of experts with its weights cast to another dtype where they are used."""
+
+    def __init__(self, experts: nn.Module, dtype: torch.dtype):
+        self.experts, self.dtype = experts, dtype
+
+    def __getattr__(self, name: str) -> Any:
+        value = getattr(self.experts, name)
+        return value.to(self.dtype) if isinstance(value, nn.Parameter) else value
+
+
+def autocast_experts(experts: nn.Module, hidden_states: Tensor, *routing: Tensor) -> Tensor:
+    """Experts in the dtype of autocast, which torch's grouped_mm ignores: weights in fp32 would stay so."""
+    place, used = hidden_states.device.type, experts
+    before = hidden_states.dtype
+    if torch.is_autocast_enabled(place):
+        dtype = torch.get_autocast_dtype(place)
+        used, hidden_states = InDtype(experts, dtype), hidden_states.to(dtype)  # type: ignore[assignment]
+    output: Tensor = grouped_mm_experts_forward(used, hidden_states, *routing)
+    return output.to(before)
+
+
+def use_autocast_experts(model: Any) -> None:
+    """Let fused experts of a model with weights in fp32 compute in bf16 within autocast."""
+    if getattr(model.config, "_experts_implementation", None) == "grouped_mm":
+        ExpertsInterface.register(AUTOCAST, autocast_experts)
+        model.set_experts_implementation(AUTOCAST)
 
 
 # --- training
