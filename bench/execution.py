@@ -6,10 +6,12 @@
 
 A checkpoint of OLMoE's shape and random weights is written, then each way traces the same tokens in a process
 of its own. The time of a streamed pass is compared with the larger of reading the files and computing (the
-resident pass), and with loading and computing one after the other. `--most` caps the streamed process: on a
-GPU its device memory, on a CPU its `--memory`. Files are read once before, so that reading, resident and
-streamed runs find them in the page cache alike. Host memory is what the process alone holds (RssAnon),
-without mapped files.
+resident pass), and with loading and computing one after the other. A process traces a tiny model first, so
+that no pass contains imports and the start of libraries, and in the end the model again with single tokens,
+for the choices that differ; only the run between is timed. `--most` caps the streamed process: on a GPU its
+device memory, on a CPU its `--memory`. Files are read once before, so that reading, resident and streamed
+runs find them in the page cache alike. Host memory is what the process alone holds (RssAnon), without mapped
+files.
 """
 
 from __future__ import annotations
@@ -34,7 +36,7 @@ import torch, transformers
 import moescope
 from moescope.execution.ways import parse_size
 
-folder, ids, out, device, way, most, batch = sys.argv[1:]
+folder, tiny, ids, out, device, way, most, batch = sys.argv[1:]
 peak, over = 0, threading.Event()
 
 def watch():
@@ -50,15 +52,21 @@ if way == "streamed" and most:
         torch.cuda.set_per_process_memory_fraction(parse_size("most", most) / total)
     else:
         memory = most
+
+def trace(model, **more):
+    return moescope.trace(model, token_ids=ids, out=out, device=device, execution=way, memory=memory,
+                          batch_size=int(batch), overwrite=True, quiet=True, **more)
+
+trace(tiny)
 threading.Thread(target=watch, daemon=True).start()
 began = time.perf_counter()
-run = moescope.trace(folder, token_ids=ids, out=out, device=device, execution=way, memory=memory,
-                     batch_size=int(batch), save_tokens=True, overwrite=True, quiet=True)
+run = trace(folder)
 seconds = time.perf_counter() - began
 over.set()
 on_device = torch.cuda.max_memory_allocated() if device == "cuda" else 0
 info = json.loads((run.path / "run.json").read_text())
 expected = info["execution"][0]
+trace(folder, save_tokens=True)
 print(json.dumps({"seconds": seconds, "host": peak, "device": on_device,
                   "read": expected.get("bytes_read"), "timings": info["timings"]}))
 """
@@ -99,8 +107,10 @@ def main() -> None:
         work = given.folder or Path(temporary)
         work.mkdir(parents=True, exist_ok=True)
         model = work / "model"
-        if not (model / "config.json").exists():
-            write_model(model, given)
+        sizes_of_tiny = {**vars(given), "layers": 2, "experts": 8, "width": 128, "hidden": 64}
+        for folder, shape in ((model, given), (work / "tiny", argparse.Namespace(**sizes_of_tiny))):
+            if not (folder / "config.json").exists():
+                write_model(folder, shape)
         generator = np.random.default_rng(0)
         ids = work / "ids.jsonl"
         with ids.open("w") as file:
@@ -209,7 +219,16 @@ def read_files(files: list[Path]) -> float:
 
 
 def trace(model: Path, ids: Path, out: Path, way: str, given: argparse.Namespace) -> dict:
-    words = [str(model), str(ids), str(out), given.device, way, given.most, str(given.batch)]
+    words = [
+        str(model),
+        str(model.with_name("tiny")),
+        str(ids),
+        str(out),
+        given.device,
+        way,
+        given.most,
+        str(given.batch),
+    ]
     return child(way, TRACE, *words)
 
 
