@@ -68,6 +68,7 @@ def test_a_dry_run_is_about_the_base_and_writes_nothing(here, family):
     copies = 7 * sum(size for name, size in sizes.items() if ".mlp." in name) if family == "llama" else 0
     assert facts["parameters_total"] == sum(sizes.values()) + copies
     assert "loss_free" in lines[0]
+    assert facts["trained"] == ("routers+experts" if family == "llama" else "routers")
     assert "4 steps of 128 tokens" in lines[-1]
     assert [item.name for item in here.iterdir()] == ["base"]
     with pytest.raises(BadInput, match="--preset is for models of the lab"):
@@ -259,6 +260,13 @@ def test_a_dense_model_is_upcycled_trained_and_compared_with_the_dense_control(f
         np.testing.assert_array_equal(drawn[name], rows[name])
     model = AutoModelForCausalLM.from_pretrained(here / "run" / "model")
     assert model.config.model_type in ("mixtral", "qwen3_moe")
+
+
+def test_routers_over_equal_copies_are_rejected(here):
+    base = saved("llama", here / "base")
+    with pytest.raises(BadInput, match="nothing to learn"):
+        moescope.train(settings(trained="routers"), base=base, out=here / "run", quiet=True)
+    assert not (here / "run").exists()
 
 
 def test_an_interrupted_training_ends_with_the_same_numbers(here, monkeypatch):

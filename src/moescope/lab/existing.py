@@ -58,7 +58,7 @@ class BaseConfig:
 
     router: str = KEPT  # or a router of the lab, which replaces the model's own
     router_options: dict[str, Option] = field(default_factory=dict)
-    trained: str = "routers"  # one of TRAINED
+    trained: str = ""  # one of TRAINED; empty: routers, of a dense base routers+experts
     expert_list: str = ""  # with trained = "experts": a JSON file as moescope deploy writes it (esft_*.json)
     lora: int = 0  # rank of the adapters through which that is trained; 0: none
     balance: float = 0.01  # weight of the family's own balance loss, where it has one
@@ -117,7 +117,7 @@ def check_existing(config: ExistingConfig, where: str) -> None:
     base, train = config.base, config.train
     check_numbers("train", train, where)
     check_data(config.data, where)
-    if base.trained not in TRAINED:
+    if base.trained and base.trained not in TRAINED:
         raise unknown_name("trained", base.trained, list(TRAINED))
     if train.epochs or train.steps < 1:
         raise BadInput(
@@ -306,11 +306,23 @@ def existing_identity(name: str, config: ExistingConfig, corpus: Corpus) -> dict
     return {"arguments": arguments, "checkpoints": [checkpoint_identity(name)], "corpus": corpus.identity}
 
 
+def settle_trained(name: str, config: ExistingConfig) -> ExistingConfig:
+    """Return the config with what is trained where it does not say: routers, of a dense base experts too."""
+    dense = is_dense(open_checkpoint(name).config)
+    trained = config.base.trained or ("routers+experts" if dense else "routers")
+    return replace(config, base=replace(config.base, trained=trained))
+
+
 def check_base(name: str, config: ExistingConfig, device: str) -> None:
     """Reject a base that cannot be trained, from its headers."""
     checkpoint, base = open_checkpoint(name), config.base
     if is_dense(checkpoint.config):
         target_of(checkpoint, base.experts, base.top_k or 2, base.noise)
+        if not base.noise and base.trained == "routers":
+            raise BadInput(
+                '[base] trained = "routers": all experts of this base are equal copies, so its routers have '
+                'nothing to learn; set trained = "routers+experts", or noise'
+            )
         if base.controls and base.trained == "routers":
             raise BadInput(
                 '[base] controls = true: a dense base has no routers; set trained = "routers+experts"'

@@ -167,7 +167,7 @@ def train_existing(given: dict[str, Any]) -> Run:
         run_existing,
     )
 
-    keys = ("config", "preset", "router", "from_", "seed", "resume")
+    keys = ("config", "preset", "router", "from_", "seed", "resume", "base")
     settled = settle_existing(*(given[key] for key in keys))
     name, out, quiet = str(given["base"]), given["out"], given["quiet"]
     place = choose_device(given["device"])
@@ -194,17 +194,17 @@ def train_existing(given: dict[str, Any]) -> Run:
 
 
 def settle_existing(
-    config: Any, preset: str | None, router: str | None, from_: Any, seed: int | None, resume: bool
+    config: Any, preset: str | None, router: str | None, from_: Any, seed: int | None, resume: bool, base: Any
 ) -> ExistingConfig:
     """Return the config of train --base; options that are for models of the lab are errors."""
-    from moescope.lab.existing import existing_config
+    from moescope.lab.existing import existing_config, settle_trained
 
     for flag, value in (("--preset", preset), ("--from", from_)):
         if value is not None:
             raise BadInput(f"{flag} is for models of the lab; remove it, or --base")
     if resume:
         raise BadInput("--base with --resume: an unfinished training goes on when its command is repeated")
-    return existing_config(config, router, seed)
+    return settle_trained(str(base), existing_config(config, router, seed))
 
 
 def count_parameters(
@@ -227,7 +227,7 @@ def count_parameters(
     if base is not None:
         from moescope.lab.existing import existing_size
 
-        existing = settle_existing(config, preset, router, from_, seed, resume)
+        existing = settle_existing(config, preset, router, from_, seed, resume, base)
         check_texts(existing.data)
         return existing_size(str(base), existing, choose_device(device))
     folder = None if out is None else Path(out)
