@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 from pathlib import Path
 
 import numpy as np
@@ -161,6 +162,29 @@ def test_a_run_without_tokens_is_rejected(trace, tmp_path):
     run = moescope.deploy(trace, out=tmp_path / "run", quiet=True)
     with pytest.raises(BadInput, match="--save-tokens"):
         moescope.deploy(run, out=tmp_path / "again", quiet=True)
+
+
+def test_a_checkpoint_instead_of_a_trace_gets_the_command_that_makes_one(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    tiny_checkpoint(tmp_path / "my model")
+    shown = CliRunner().invoke(app, ["deploy", "my model", "--out", "run"])
+    assert isinstance(shown.exception, BadInput)
+    assert "\n" not in str(shown.exception)
+    command = str(shown.exception).partition("moescope trace ")[2]
+    assert shlex.split(command) == ["my model", "--text", "FILE", "--save-tokens"]  # a name with a space
+    with pytest.raises(BadInput, match="no such folder.*moescope trace MODEL --text FILE --save-tokens"):
+        moescope.deploy("nowhere", out="run")
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_share_has_a_decimal_point_and_a_count_has_none(trace, tmp_path):
+    for given, found in (("1.0", 8), (1.0, 8), ([0.5, 1.0], 4), ("8", 8), (8, 8), ([2, 1.0], 2)):
+        run = moescope.deploy(trace, slots=given, out=tmp_path / "run", quiet=True, overwrite=True)
+        assert run.table("residency")["slots"].min() == found, given
+    assert run.table("residency")["slots"].max() == 8
+    for given in ("1.5", "8.0", 2.0, "0", "0.0", True, "nan", "-0.5", "1e1000"):
+        with pytest.raises(BadInput, match="whole numbers"):
+            moescope.deploy(trace, slots=given, out=tmp_path / "no", quiet=True)
 
 
 def test_a_trace_of_prefill_and_one_of_a_single_document_say_so(tmp_path):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Callable, Iterable
 from functools import partial
 from pathlib import Path
@@ -16,7 +17,7 @@ from moescope.errors import BadInput
 from moescope.families import read_moe
 from moescope.families.inspect import BYTES
 from moescope.progress import progress
-from moescope.run import Run, open_run, place_run
+from moescope.run import Run, open_run, place_run, read_run_json
 from moescope.verb import Verb
 
 if TYPE_CHECKING:
@@ -57,11 +58,12 @@ def deploy(
     Parameters
     ----------
     trace : TRACE
-        Run folder of moescope trace with --save-tokens.
+        Run folder that moescope trace MODEL --text FILE --save-tokens has written.
     model : MODEL
         Checkpoint whose headers give the bytes per expert.
     slots : LIST, default a sixteenth to half of the experts
-        Experts per layer that a cache holds, or shares of them: 8,16,32 or 0.25,0.5.
+        Experts per layer that a cache holds: whole numbers (8,16,32), or shares with a decimal point
+        (0.25,0.5; 1.0 is all experts).
     bandwidth : GB/S
         Speed of loading experts; adds milliseconds per token.
     gpus : GPUS, default up to 8 with two experts each
@@ -122,11 +124,13 @@ def deploy(
         raise BadInput(
             f"--bandwidth {bandwidth:g}: give --model or --expert-bytes too, the size of an expert"
         )
-    traced = trace if isinstance(trace, Run) else Run.load(trace)
+    traced = trace if isinstance(trace, Run) else open_trace(trace)
     given["trace"] = traced.path
     moe = None if model is None else read_moe(open_checkpoint(model))
     identity = {
-        "arguments": VERB.identity(given, slots=given_sizes, model=moe and moe.checkpoint.header_hash()),
+        "arguments": VERB.identity(
+            given, slots=",".join(map(str, given_sizes)), model=moe and moe.checkpoint.header_hash()
+        ),
         "checkpoints": traced.info.get("checkpoints", []),
         "runs": [
             {"role": "trace", "path": str(traced.path.resolve()), "finished": traced.info.get("finished")}
@@ -219,26 +223,44 @@ def table_tasks(
 # --- arguments
 
 
+def open_trace(folder: str | Path) -> Run:
+    """Open the run of a trace; a checkpoint and any other folder get the command that makes one."""
+    path = Path(folder)
+    if read_run_json(path) is not None:
+        return Run.load(path)
+    model, what = "MODEL", "no such folder" if not path.exists() else "no run.json in it"
+    if (path / "config.json").exists():
+        model, what = shlex.quote(str(folder)), "a checkpoint"
+    raise BadInput(
+        f"{folder}: {what}; deploy needs a trace, make it first: moescope trace {model} --text FILE "
+        "--save-tokens"
+    )
+
+
 def sizes_or_shares(slots: float | str | Iterable[float]) -> tuple[float, ...]:
-    """Return numbers of slots and shares of the experts, given as one, a list, or separated by commas."""
+    """Return numbers of slots (int) and shares of the experts (float), given as one, a list, or in text.
+
+    A decimal point tells a share from a number: 1.0 is all experts, 1 is one expert.
+    """
     parts = (
         slots.split(",") if isinstance(slots, str) else [slots] if isinstance(slots, int | float) else slots
     )
+    texts = dict.fromkeys(str(part).strip() for part in parts)
     try:
-        found = [float(part) for part in parts if str(part).strip()]
-    except (TypeError, ValueError):
-        found = [0.0]
-    if not all(0 < size < 1 or (size >= 1 and size.is_integer()) for size in found):
+        found = [int(text) if text.isdecimal() else float(text) for text in texts if text]
+    except ValueError:
+        found = [0]
+    if not all(size >= 1 if isinstance(size, int) else 0 < size <= 1 for size in found):
         raise BadInput(
-            f"slots {slots!r}: give whole numbers from 1, or shares of the experts below 1, such as 8,16 "
-            "or 0.5"
+            f"slots {slots!r}: give whole numbers from 1, such as 8,16, or shares of the experts with a "
+            "decimal point, such as 0.5 or 1.0"
         )
-    return tuple(sorted({size if size < 1 else int(size) for size in found}))
+    return tuple(sorted(found))
 
 
 def slots_of(given: tuple[float, ...], n_experts: int) -> tuple[int, ...]:
     """Return numbers of slots; a share is rounded down to whole experts."""
-    return tuple(sorted({int(size * n_experts + 1e-9) if size < 1 else int(size) for size in given}))
+    return tuple(sorted({size if isinstance(size, int) else int(size * n_experts + 1e-9) for size in given}))
 
 
 def default_slots(tokens: TokenTrace) -> tuple[int, ...]:
