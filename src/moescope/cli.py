@@ -225,6 +225,8 @@ class VerbGroup(TyperGroup):
             else:
                 where = error.ctx.command_path.rsplit("moescope", 1)[-1] if error.ctx else ""
                 what = error.format_message().rstrip(".")
+                if remedy := remedy_of(error):
+                    what = f"no such option: {error.option_name}; {remedy}"
                 line = f"moescope: {what[0].lower()}{what[1:]}; see moescope{where} --help"
                 typer.echo(shortened(printable(line)), err=True)
             sys.exit(2)
@@ -233,6 +235,14 @@ class VerbGroup(TyperGroup):
     def resolve_command(self, ctx: Any, args: list[str]) -> tuple[str | None, Any, list[str]]:
         name, command, rest = super().resolve_command(ctx, args)
         return name, command_of(load_verb(name)) if command is not None and name else command, rest
+
+
+def remedy_of(error: Any) -> str:
+    """What the verb says to an option that it does not have; "" where it says nothing."""
+    name = error.ctx.info_name if error.ctx else None
+    if not hasattr(error, "possibilities") or name not in [known for known, _, _ in VERBS]:
+        return ""  # not an unknown option
+    return load_verb(name).unknown_option(error.option_name.lstrip("-").replace("-", "_"))
 
 
 def show_version(wanted: bool) -> None:

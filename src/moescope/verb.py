@@ -394,6 +394,7 @@ class Verb:
     lines: Callable[[Any], list[str]] | None = None  # of a command without tables: its value for a person
     dry_run: Callable[..., Any] | None = None  # called with the same options by --dry-run
     dry_run_lines: Callable[[Any], list[str]] | None = None  # what it returns, for a person
+    unknown_option: Callable[[str], str] = lambda name: ""  # what to do instead of giving --name
 
     @cached_property
     def options(self) -> list[Option]:

@@ -172,7 +172,7 @@ def test_a_checkpoint_instead_of_a_trace_gets_the_command_that_makes_one(tmp_pat
     assert "\n" not in str(shown.exception)
     command = str(shown.exception).partition("moescope trace ")[2]
     assert shlex.split(command) == ["my model", "--text", "FILE", "--save-tokens"]  # a name with a space
-    with pytest.raises(BadInput, match="no such folder.*moescope trace MODEL --text FILE --save-tokens"):
+    with pytest.raises(BadInput, match=r"no such folder.*moescope trace MODEL --text FILE --save-tokens"):
         moescope.deploy("nowhere", out="run")
     assert not (tmp_path / "run").exists()
 

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
+import re
+import sys
 from collections import Counter
 from dataclasses import asdict, replace
 
 import pytest
 
+from moescope.cli import main
 from moescope.decoder.config import ModelConfig
 from moescope.decoder.model import parameter_counts
 from moescope.decoder.routers.some import SoME
@@ -25,6 +28,7 @@ from moescope.lab.config import (
     with_router,
 )
 from moescope.lab.cost import training_bytes
+from moescope.lab.existing import existing_config
 from moescope.lab.study import plan_study
 from moescope.lab.train import window_length
 
@@ -230,3 +234,23 @@ def test_another_router_brings_its_own_k_and_leaves_the_old_options_behind():
 def test_a_router_of_a_file_brings_its_own_k_unless_the_file_says_otherwise():
     assert config_from({"model": {"router": "switch_top1"}}).model.top_k == 1
     assert config_from({"model": {"router": "topk", "top_k": 3}}).model.top_k == 3
+
+
+def test_an_unknown_option_that_names_a_key_of_the_config_says_where_it_is_set(monkeypatch, capsys):
+    accepted = {"steps": 7, "batch-size": 8, "learning-rate": 1e-3, "d-ff": 32, "noise": 0.1, "experts": 4}
+    for name, value in accepted.items():
+        monkeypatch.setattr(sys, "argv", ["moescope", "train", f"--{name}", str(value)])
+        with pytest.raises(SystemExit):
+            main()
+        (line,) = capsys.readouterr().err.splitlines()
+        tables = re.findall(r"\[(\w+)\] (\w+)", line)
+        assert tables, line
+        for table, key in tables:  # what the line says is accepted
+            config = {table: {key: value}}
+            made = existing_config(config, None, None) if table == "base" else config_from(config)
+            assert getattr(getattr(made, table), key) == value
+    for words in (["--stepz", "3"], ["--seed"]):  # no key; a key that is an option too
+        monkeypatch.setattr(sys, "argv", ["moescope", "train", *words])
+        with pytest.raises(SystemExit):
+            main()
+        assert "[train]" not in capsys.readouterr().err

@@ -646,6 +646,18 @@ def traced_checkpoints(saved: list[dict[str, Any]], parameters: int) -> list[dic
     return [saved[round(at * apart)] for at in range(MOST_TRACED)]
 
 
+def config_remedy(name: str) -> str:
+    """Where a key of the config is set, for those who give it as an option."""
+    from moescope.lab.existing import ExistingConfig
+
+    configs = [vars(LabConfig()), vars(ExistingConfig())]
+    tables = dict.fromkeys(
+        part for config in configs for part, settings in config.items() if name in vars(settings)
+    )
+    keys = " or ".join(f"[{part}] {name}" for part in tables)
+    return f"set {keys} in a file: moescope train CONFIG.TOML" if tables else ""
+
+
 VERB = Verb(
     "train",
     train,
@@ -664,4 +676,5 @@ VERB = Verb(
     continues=True,
     dry_run=count_parameters,
     dry_run_lines=size_lines,
+    unknown_option=config_remedy,
 )
