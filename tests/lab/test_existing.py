@@ -269,6 +269,21 @@ def test_routers_over_equal_copies_are_rejected(here):
     assert not (here / "run").exists()
 
 
+def test_a_dense_base_has_no_old_router_and_both_held_out_losses_name_their_text(here):
+    config = settings(trained="routers+experts", experts=3, router="loss_free", steps=1)
+    run = moescope.train(config, base=saved("llama", here / "base"), out=here / "run", quiet=True)
+    assert run.info["routing_agreement"] is None
+    summary = run.verb.summary(run)
+    assert not any("old router" in line for line in summary.coverage)
+    assert any("dense" in line for line in summary.coverage)
+    rows = run.table("base_losses").set_index(["model", "domain"])
+    documents = sum(len(file.read_text().splitlines()) for file in (here / "run/validation").glob("*.jsonl"))
+    assert rows.loc[("trained", ""), "documents"] == documents
+    of_documents, of_rows = summary.findings[:2]
+    assert f"{documents} held-out documents" in of_documents
+    assert "10 rows of 32 tokens" in of_rows
+
+
 def test_an_interrupted_training_ends_with_the_same_numbers(here, monkeypatch):
     base = saved("mixtral", here / "base")
     config = settings(trained="everything", router="loss_free")

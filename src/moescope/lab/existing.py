@@ -509,11 +509,12 @@ def put_router(
 ) -> tuple[list[Any], Replaced | None, dict[str, float] | None]:
     """Replace the model's routers where asked; their agreement is measured on some of the rows.
 
-    Returns the family's own routers, what replaced them, and the routing agreement before training.
+    Returns the family's own routers, what replaced them, and the routing agreement before training, which a
+    dense base does not have.
     """
-    base = job.config.base
+    base, dense = job.config.base, is_dense(open_checkpoint(job.name).config)
     if base.router == KEPT:
-        if base.top_k and not is_dense(open_checkpoint(job.name).config):
+        if base.top_k and not dense:
             raise BadInput("[base] top_k is of a new router or a dense base; name a router, or remove it")
         return [], None, None
     import torch
@@ -523,12 +524,13 @@ def put_router(
 
     family_routers = [block.module.gate for block in find_blocks(traced.model)]
     sample = torch.from_numpy(rows.batch(np.arange(min(rows.rows, 16))).ids_BL).to(job.device)
-    before = chosen_by_layer(traced.model, sample)
+    before = {} if dense else chosen_by_layer(traced.model, sample)
     config = ModelConfig(router=base.router, top_k=base.top_k, router_options=base.router_options)
     replaced = replace_routers(traced.model, config)
     for one in traced.model.routers_instead:
         one.router.ranks = job.ranks
-    return family_routers, replaced, agreement(before, chosen_by_layer(traced.model, sample))
+    shares = None if dense else agreement(before, chosen_by_layer(traced.model, sample))
+    return family_routers, replaced, shares
 
 
 def chosen_by_layer(model: Any, ids_BL: Any) -> dict[int, Any]:
@@ -576,6 +578,7 @@ def model_facts(
         "frozen": describe_trained(job.config.base, balanced),
         "model": {
             "router": job.config.base.router,
+            "upcycled": is_dense(open_checkpoint(job.name).config),
             "experts": max(block.n_experts for block in blocks),
             "layers": len(blocks),
             "top_k": int(top_k),

@@ -80,7 +80,7 @@ def summary(run: Run) -> Summary:
     text = (
         f"Validation loss: {number(last['loss'])} nats per token after {int(last['step']):,} steps, "
         f"{f'{worse}: {start}' if worse else start} (unigram baseline: {number(last['unigram_loss'])}, "
-        f"uniform: {number(last['uniform_loss'])})."
+        f"uniform: {number(last['uniform_loss'])}).{other_sample(run)}"
     )
     findings: list[str] = [Finding(text, figure="loss_by_step")]
     final = rows[(rows["step"] == last["step"]) & (rows["domain"] != "")]
@@ -105,18 +105,19 @@ def base_findings(run: Run) -> list[str]:
     if "base_losses" not in run.tables:
         return []
     rows = run.table("base_losses").query("domain == '' and model != 'untouched'").set_index("model")
+    reference = "untouched dense model" if "upcycled" in rows.index else "untouched model"
     findings: list[str] = []
     for name in [name for name in rows.index if name != "upcycled"]:
         row = rows.loc[name]
         named = "The trained model" if name == "trained" else f"Control ({name})"
+        judged = counted(row["documents"], "held-out document")
         text = (
-            f"{named}: {number(row['loss'])} nats per token on held-out documents, "
-            f"{compared(row, 'difference')} than the untouched model"
+            f"{named}: {number(row['loss'])} nats per token on {judged}, "
+            f"{compared(row, 'difference')} than the {reference}"
         )
         if name != "trained":
             text += f"; the trained model is {compared(row, 'trained_minus')} than this control"
-        text += f" ({int(row['documents'])} documents, one training)."
-        findings.append(Finding(text, figure="base_losses"))
+        findings.append(Finding(f"{text} (one training).", figure="base_losses"))
     return findings
 
 
@@ -128,6 +129,17 @@ def compared(row: Any, column: str) -> str:
     if low == low:
         interval = f"95 % interval {number(low)} to {number(high)}"
     return f"{number(abs(row[column]))} {word} [{interval}]"
+
+
+def other_sample(run: Run) -> str:
+    """Of a base: how its validation loss differs from its loss on held-out documents."""
+    if "base_losses" not in run.tables:
+        return ""
+    train = run.info["arguments"]["train"]
+    return (
+        f" Its text: at most {train['evaluation_rows']} rows of {train['sequence_length']} tokens, cut as in "
+        "training; the loss on documents reads each document alone."
+    )
 
 
 def overlay(runs: list[Run]) -> list[Section]:
@@ -225,8 +237,13 @@ def coverage(run: Run) -> list[str]:
         experts = f"one block as wide as {counted(model['top_k'], 'expert')}"
     origin, base = info["arguments"].get("from"), model.get("base")
     starts = f"starts from {origin} with its model and vocabulary" if origin else f"trained from {base}"
+    router = str(model["router"])
+    if base:
+        starts += ", a dense model: its feed-forward blocks became experts" if model.get("upcycled") else ""
+        kept = f"new top-{model['top_k']}" if model.get("upcycled") else "the base's own"
+        router = kept if router == "kept" else router
     return [
-        f"{model['router']} router, {counted(model['layers'], 'layer')} of {experts}; "
+        f"{router} router, {counted(model['layers'], 'layer')} of {experts}; "
         f"{info['parameters_total']:,} parameters, {info['parameters_trainable']:,} trained",
         *([starts] if origin or base else []),
         *([info["frozen"]] if info.get("frozen") else []),
