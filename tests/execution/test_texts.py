@@ -132,7 +132,7 @@ def test_token_ids_come_from_arrays_and_from_lines(tmp_path):
         ({"token_ids": "/dev/zero"}, "/dev/zero: a pipe or device"),
         ({"text": ["/dev/zero"]}, "/dev/zero: a pipe or device"),
         ({"text": ["a" * 300]}, "File name too long"),
-        ({"text": ["a\0b"]}, "null byte"),
+        ({"text": ["a\0b"]}, "embedded null"),  # byte; character from Python 3.13 on
         ({"text": [""]}, "no such file or folder"),
         ({"text": ["a\udcff"]}, "its name is not UTF-8"),
     ],

@@ -132,11 +132,13 @@ def solve_gram(matrix_FD: Array, routers_ED: Array, leading: int) -> Solution:
 
     Formula: W'W = Q T Q' with T tridiagonal, T = Z S^2 Z'; then v_a . r = z_a . Q' r. Only the leading
     vectors Q z_a are formed. When F < D, WW' is used: v_a . r = (z_a . Q' W r) / s_a and v_a = W' Q z_a /
-    s_a.
+    s_a, made orthogonal to the stronger ones, of which rounding leaves a part in it.
 
     Squaring costs half the digits at the small end of the spectrum: the caller must check the result. Raises
     LinAlgError where W'W is not positive definite to rounding.
     """
+    from scipy.linalg import qr
+
     hidden, width = matrix_FD.shape
     tall, size = hidden >= width, min(hidden, width)
     leading = min(leading, size)
@@ -167,7 +169,7 @@ def solve_gram(matrix_FD: Array, routers_ED: Array, leading: int) -> Solution:
     rotate(vectors, "N")
     if not tall:
         coordinates = coordinates / values
-        vectors = product(vectors, matrix) / values[:leading, None]
+        vectors = qr(product(vectors, matrix).T, mode="economic", check_finite=False)[0].T
     return Solution(values, coordinates, vectors.T)
 
 
