@@ -17,6 +17,7 @@ from moescope.routing.expert_maps import (
     METHODS,
     Cloud,
     coactivation_points,
+    expected_pairs,
     map_methods,
     neighbour_probabilities,
     plane_of_directions,
@@ -73,23 +74,32 @@ def test_umap_does_too():
 
 def holds_groups_together(place) -> None:
     x, group = three_groups()
-    at = place(Cloud.of_rows(x))
+    [at] = place([Cloud.of_rows(x)])
     assert at.shape == (30, 2)
     apart = squareform(pdist(at))
     np.fill_diagonal(apart, np.inf)
     assert (group[apart.argmin(axis=1)] == group).all()
-    np.testing.assert_array_equal(at, place(Cloud.of_rows(x)))
-    assert place(Cloud.of_rows(x[:8])).shape == (8, 2)  # as few as are drawn
+    np.testing.assert_array_equal(at, place([Cloud.of_rows(x)])[0])
+    assert place([Cloud.of_rows(x[:8])])[0].shape == (8, 2)  # as few as are drawn
 
 
 def test_tsne_places_two_planted_groups_apart():
     generator = np.random.default_rng(5)
     group = np.arange(64) % 2
     x = 4 * generator.standard_normal((2, 32))[group] + generator.standard_normal((64, 32))
-    at = tsne(Cloud.of_rows(x))
+    [at] = tsne([Cloud.of_rows(x)])
     centres = np.stack([at[group == one].mean(axis=0) for one in (0, 1)])
     widest = max(np.linalg.norm(at[group == one] - centres[one], axis=1).max() for one in (0, 1))
     assert np.linalg.norm(centres[0] - centres[1]) > 2 * widest
+
+
+def test_clouds_that_step_together_end_where_each_ends_alone(monkeypatch):
+    clouds = [Cloud.of_rows(rows(n, seed=seed)) for seed, n in enumerate((24, 17, 24, 64, 24))]
+    alone = [tsne([cloud])[0] for cloud in clouds]
+    for together in (2 * 24**2, 2**18):
+        monkeypatch.setattr(plane, "TOGETHER", together)
+        for at, other in zip(tsne(clouds), alone, strict=True):
+            np.testing.assert_array_equal(at, other)
 
 
 @pytest.mark.parametrize(("n", "groups"), [(16, 16), (64, 8), (64, 64)])
@@ -107,7 +117,7 @@ def test_tsne_reaches_the_divergence_of_scikit_learns_exact_method(n, groups):
         wanted = squareform(_joint_probabilities(squared, perplexity, verbose=0))
         np.testing.assert_allclose(neighbour_probabilities(squared, perplexity), wanted, atol=1e-6)
         theirs.append(divergence(wanted, method.fit_transform(squared)))
-        ours.append(divergence(wanted, tsne(cloud)))
+        ours.append(divergence(wanted, tsne([cloud])[0]))
     assert np.mean(ours) < 1.02 * np.mean(theirs)
 
 
@@ -165,7 +175,7 @@ def test_experts_without_a_likely_pair_have_no_place_by_co_activation():
         for b in tokens
         if a != b
     ]
-    experts, cloud, _ = coactivation_points(pd.DataFrame(rows))
+    experts, cloud, _ = coactivation_points(expected_pairs(pd.DataFrame(rows)))
     assert experts.tolist() == [0, 1, 2]
     assert cloud.gram.shape == (3, 3)
 

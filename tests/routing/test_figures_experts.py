@@ -11,6 +11,7 @@ from moescope.routing.counts_to_tables import expert_cosine_columns
 from moescope.routing.expert_maps import expert_maps
 from moescope.routing.figures_experts import MAPS, SUBJECTS, expert_map, missing_maps
 from moescope.routing.report_views import load_trace, routing_views
+from moescope.routing.tables import TABLES
 
 N = 12
 
@@ -37,7 +38,7 @@ def wide(layers: int = 2, blurred: float = 1.0) -> dict[str, pd.DataFrame]:
         loads.append(
             pd.DataFrame({"layer": layer, "expert": range(N), "tokens": np.arange(N) * 10, "domain": "text"})
         )
-    pairs = pd.DataFrame(columns=["step", "layer", "layer_name"])
+    pairs = pd.DataFrame(columns=[*TABLES["coactivation"].columns])
     maps = expert_maps({"expert_cosines": pd.concat(frames), "coactivation": pairs}, ("pca", "tsne"))
     return {"maps": maps, "load": pd.concat(loads)}
 

@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 
 from moescope.routing.vocabulary import (
+    STRENGTHS,
     Tokens,
-    permute_within_documents,
+    permutation_within_documents,
     token_information,
     top_tokens,
     vocabulary_specialisation,
@@ -34,7 +35,9 @@ def text(tokens: int, vocabulary: int, seed: int = 0):
     return ids, np.arange(tokens) // 50, generator
 
 
-def test_counts_are_those_of_a_loop_and_leave_out_what_is_not_there():
+@pytest.mark.parametrize("cells", [1, 30, 2**22])
+def test_counts_are_those_of_a_loop_and_leave_out_what_is_not_there(monkeypatch, cells):
+    monkeypatch.setattr("moescope.routing.vocabulary.CELLS", cells)
     ids, _, generator = text(300, 20)
     chosen = generator.integers(-1, 4, (300, 2))
     ids[::9] = -1
@@ -61,6 +64,36 @@ def test_top_tokens_carry_count_share_and_lift_and_come_in_order_of_their_inform
     assert share.tolist() == [0.75, 0.25]
     assert lift.tolist() == [1.5, 0.5]
     assert len(top_tokens(counts, top=1)[0][0]) == 1
+
+
+def test_tied_tokens_come_in_order_of_their_ids_and_the_list_is_not_longer_for_it():
+    ids = np.array([9, 7, 5, 3, 2])
+    counts = Tokens.of(ids).counts_VE(np.array([[0], [0], [0], [0], [1]]), 2)
+    assert Tokens.of(ids).ids_V[top_tokens(counts, top=3)[0][0]].tolist() == [3, 5, 7]
+
+
+def test_held_out_gain_is_that_of_the_formula_written_as_a_loop():
+    ids, documents, generator = text(400, 12)
+    chosen, half = generator.integers(0, 4, (400, 2)), documents % 2
+    chosen[:, 0] = ids % 4
+    totals = [0.0, 0]
+    for fitted in (0, 1):
+        counts, held_out = np.zeros((2, 12, 4))
+        for v, experts, part in zip(ids, chosen, half, strict=True):
+            for e in experts:
+                (counts if part == fitted else held_out)[v, e] += 1
+        prior = (counts.sum(0) + 0.5) / (counts.sum() + 2)
+
+        def mean(weights, seen, total, a, prior=prior):
+            filled = weights > 0
+            gains = np.log((seen + a * prior) / (total + a) / prior, where=filled, out=np.zeros((12, 4)))
+            return (weights * gains).sum() / weights.sum()
+
+        alone = {a: mean(counts, counts - 1, counts.sum(1, keepdims=True) - 1, a) for a in STRENGTHS}
+        best = max(STRENGTHS, key=alone.get)
+        totals[0] += held_out.sum() * mean(held_out, counts, counts.sum(1, keepdims=True), best)
+        totals[1] += held_out.sum()
+    assert gain(ids, chosen, half, 4) == pytest.approx(totals[0] / totals[1], rel=1e-12)
 
 
 def test_an_expert_never_chosen_has_no_tokens():
@@ -103,7 +136,7 @@ def test_what_only_the_document_decides_is_left_in_the_null():
     chosen = (documents % 4)[:, None]
     halves = (documents // 4) % 2
     observed = gain(ids, chosen, halves, 4)
-    null = gain(permute_within_documents(ids, documents), chosen, halves, 4)
+    null = gain(ids[permutation_within_documents(documents)], chosen, halves, 4)
     assert observed == pytest.approx(null, rel=0.01)
     assert null > 1
 
@@ -117,7 +150,7 @@ def test_shuffling_keeps_each_document_s_tokens():
     ids, documents, _ = text(1000, 50)
     order = np.random.default_rng(0).permutation(1000)
     ids, documents = ids[order], documents[order]
-    dealt = permute_within_documents(ids, documents)
+    dealt = ids[permutation_within_documents(documents)]
     assert (dealt != ids).any()
     for document in range(20):
         assert sorted(dealt[documents == document]) == sorted(ids[documents == document])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -50,6 +51,7 @@ if TYPE_CHECKING:
 
     from moescope.routing.tally import LayerCounts
 
+THREADS = 4  # of the vocabulary; each holds a few arrays of the sample's choices
 Row = dict[str, Any]
 STEP_TABLES = (
     "load",
@@ -119,41 +121,48 @@ class Traced:
             else:
                 rows[table] += [{**key, **row} for row in content]
 
-        for counts in self.counts:
-            add("load", counts, load_rows(counts, self.corpus, self.has_gates))
-            known = self.has_gates, self.has_logits, self.has_tokens, self.has_slots
-            metrics = metric_rows(counts, self.corpus, *known)
-            add("routing_layers", counts, metrics)
-            if self.has_tokens:
-                add("routing_layers", counts, separation_rows(counts, self.routers.get(counts.layer)))
-            add("routing_layers", counts, domain_metric_rows(counts, self.corpus, seed))
-        contexts = self.context_rows()
-        for counts in self.main():
-            add("domains", counts, domain_rows(counts, self.corpus))
-            add("contexts", counts, contexts.get(counts.layer, []))
-            for of, vectors in (("router", self.routers), ("outputs", self.outputs)):
-                if counts.layer in vectors:
-                    add("expert_cosines", counts, expert_cosine_columns(of, vectors[counts.layer]))
-            if counts.k > 1 and self.has_tokens:
-                add("coactivation", counts, coactivation_columns(counts))
-        if self.probe is not None:
-            layers = [(counts.layer, counts.n_experts) for counts in self.main()]
-            found = Vocabulary(self.probe, seed).layers(layers)
-            for counts, (measured, columns) in zip(self.main(), found, strict=True):
-                layer = layer_columns(counts, tokens=len(self.probe.ids_T))
+        def frame(table: str) -> pd.DataFrame:  # of rows, then of layers whose rows are columns already
+            parts = [pd.DataFrame(rows[table]), *map(pd.DataFrame, columns_of[table])]
+            parts = [part for part in parts if len(part)] or [pd.DataFrame(columns=[*TABLES[table].columns])]
+            return pd.concat(parts, ignore_index=True) if len(parts) > 1 else parts[0]
+
+        main = self.main()
+        with ThreadPoolExecutor(THREADS) as pool:
+            words = []
+            if self.probe is not None:  # in threads, beside all other tables
+                vocabulary = Vocabulary(self.probe, seed)
+                words = [
+                    (layer, pool.submit(vocabulary.layer, layer.layer, layer.n_experts)) for layer in main
+                ]
+            for counts in self.counts:
+                add("load", counts, load_rows(counts, self.corpus, self.has_gates))
+                known = self.has_gates, self.has_logits, self.has_tokens, self.has_slots
+                add("routing_layers", counts, metric_rows(counts, self.corpus, *known))
+                if self.has_tokens:
+                    add("routing_layers", counts, separation_rows(counts, self.routers.get(counts.layer)))
+                add("routing_layers", counts, domain_metric_rows(counts, self.corpus, seed))
+            contexts = self.context_rows()
+            for counts in main:
+                add("domains", counts, domain_rows(counts, self.corpus))
+                add("contexts", counts, contexts.get(counts.layer, []))
+                for of, vectors in (("router", self.routers), ("outputs", self.outputs)):
+                    if counts.layer in vectors:
+                        add("expert_cosines", counts, expert_cosine_columns(of, vectors[counts.layer]))
+                if counts.k > 1 and self.has_tokens:
+                    add("coactivation", counts, coactivation_columns(counts))
+            frames = {name: frame(name) for name in ("coactivation", "expert_cosines")}
+            frames["maps"] = expert_maps(frames, maps)
+            for counts, made in words:
+                measured, columns = made.result()
+                layer = layer_columns(counts, tokens=len(vocabulary.probe.ids_T))
                 add("routing_layers", counts, ({**layer, **row(*metric)} for metric in measured))
                 ids, places = np.unique(columns["token_id"], return_inverse=True)
                 texts = np.array([self.text.of(token) for token in ids.tolist()], dtype=object)
                 add("vocabulary", counts, {**columns, "token": texts[places]})
-        frames = {}
-        for name in STEP_TABLES:  # one frame per table, or per layer where rows are columns already
-            parts = [pd.DataFrame(rows[name]), *map(pd.DataFrame, columns_of[name])]
-            parts = [part for part in parts if len(part)] or [pd.DataFrame(columns=[*TABLES[name].columns])]
-            frames[name] = pd.concat(parts, ignore_index=True) if len(parts) > 1 else parts[0]
-        frames["maps"] = expert_maps(frames, maps)
+        frames = {name: frames[name] if name in frames else frame(name) for name in STEP_TABLES}
         if self.seen is not None:
-            words = [self.text.of(int(token)) for token in self.seen]
-            frames["token_text"] = pd.DataFrame({"token_id": self.seen, "token": words})
+            seen = {"token_id": self.seen, "token": [self.text.of(int(token)) for token in self.seen]}
+            frames["token_text"] = pd.DataFrame(seen)
         return frames
 
     def context_rows(self) -> dict[int, list[Row]]:

@@ -24,6 +24,7 @@ NEIGHBOURS = 15  # of UMAP; all others where they are few
 NEAREST = 5  # neighbours that are compared
 FEWEST = 8  # points that t-SNE and UMAP need
 EXAGGERATION, EXAGGERATED_STEPS, STEPS = 12.0, 100, 350  # of t-SNE; 750 preserve at most 1 % more
+TOGETHER = 2**18  # pairs of points that take a step of t-SNE together: what a processor's cache holds
 DRAWN_FROM = 1.0  # expected tokens of a pair from which on its lift counts
 FOLD = 8.0  # lifts count up to so many times above and below chance
 
@@ -65,37 +66,61 @@ def principal_plane(cloud: Cloud) -> tuple[np.ndarray, np.ndarray]:
     return coordinates, share[:2]
 
 
-def pca(cloud: Cloud) -> np.ndarray:
-    return principal_plane(cloud)[0]
+def pca(clouds: Sequence[Cloud]) -> list[np.ndarray]:
+    return [principal_plane(cloud)[0] for cloud in clouds]
 
 
 def initial_layout(cloud: Cloud, spread: float) -> np.ndarray:
     """The scaled principal plane, a start that preserves global structure (Kobak & Linderman 2021)."""
-    at = pca(cloud)
+    at = principal_plane(cloud)[0]
     size = at[:, 0].std()
     return np.asarray(at / size * spread if size else at).astype(np.float32)
 
 
-def tsne(cloud: Cloud) -> np.ndarray:
+def tsne(clouds: Sequence[Cloud]) -> list[np.ndarray]:
     """Exact t-SNE: minimise KL(P || Q), Q[i, j] proportional to 1/(1 + ||y_i - y_j||^2).
 
     van der Maaten & Hinton 2008, with gains, momentum and early exaggeration; learning rate of Belkina et al.
-    2019. It starts from the principal plane and draws nothing. Distances between groups mean little.
+    2019. It starts from the principal plane and draws nothing. Distances between groups mean little. Clouds
+    of equal size take each step together, which does not change them.
     """
-    n = len(cloud.gram)
-    target = neighbour_probabilities(cloud.distances**2, min(PERPLEXITY, (n - 1) / 3)).astype(np.float32)
-    at, rate = initial_layout(cloud, 1e-4), n / EXAGGERATION
+    by_size: dict[int, list[int]] = {}
+    for index, cloud in enumerate(clouds):
+        by_size.setdefault(len(cloud.gram), []).append(index)
+    places: dict[int, np.ndarray] = {}
+    for n, indices in by_size.items():
+        together = max(TOGETHER // n**2, 1)
+        for first in range(0, len(indices), together):
+            part = indices[first : first + together]
+            places.update(zip(part, tsne_of_equal_size([clouds[index] for index in part]), strict=True))
+    return [places[index] for index in range(len(clouds))]
+
+
+def tsne_of_equal_size(clouds: Sequence[Cloud]) -> np.ndarray:
+    """Return coordinates [cloud, point, 2]."""
+    n = len(clouds[0].gram)
+    perplexity, diagonal = min(PERPLEXITY, (n - 1) / 3), np.arange(n)
+    target = np.stack([neighbour_probabilities(cloud.distances**2, perplexity) for cloud in clouds])
+    target = target.astype(np.float32)
+    at, rate = np.stack([initial_layout(cloud, 1e-4) for cloud in clouds]), n / EXAGGERATION
     for exaggeration, momentum, steps in (
         (EXAGGERATION, 0.5, EXAGGERATED_STEPS),
         (1.0, 0.8, STEPS - EXAGGERATED_STEPS),
     ):
         wanted, velocity, gains = target * np.float32(exaggeration), np.zeros_like(at), np.ones_like(at)
         for _ in range(steps):
-            sizes = (at * at).sum(axis=1)
-            near = 1 / (1 + np.maximum(sizes[:, None] + sizes - 2 * (at @ at.T), 0))
-            near.flat[:: n + 1] = 0
-            force = (wanted - near / near.sum()) * near
-            gradient = 4 * (force.sum(axis=1)[:, None] * at - force @ at)
+            sizes = (at * at).sum(axis=2)
+            near = at @ at.transpose(0, 2, 1)  # becomes 1/(1 + squared distance), in place
+            near *= -2
+            near += sizes[:, :, None] + sizes[:, None, :]
+            np.maximum(near, 0, out=near)
+            near += 1
+            np.divide(1, near, out=near)
+            near[:, diagonal, diagonal] = 0
+            force = near / near.reshape(len(at), -1).sum(axis=1)[:, None, None]
+            np.subtract(wanted, force, out=force)
+            force *= near
+            gradient = 4 * (force.sum(axis=2)[:, :, None] * at - force @ at)
             gains = np.maximum(np.where(velocity * gradient < 0, gains + 0.2, gains * 0.8), 0.01)
             velocity = momentum * velocity - rate * gains * gradient
             at = at + velocity
@@ -136,23 +161,26 @@ def restore_torch_threads() -> Iterator[None]:
             torch.set_num_threads(before)
 
 
-def umap(cloud: Cloud) -> np.ndarray:
+def umap(clouds: Sequence[Cloud]) -> list[np.ndarray]:
     """UMAP (McInnes, Healy & Melville 2018) by umap-learn; distances between groups mean little."""
     with warnings.catch_warnings(), restore_torch_threads():
         warnings.simplefilter("ignore")  # about TensorFlow, and about precomputed distances
         from umap import UMAP
 
-        method = UMAP(
-            n_neighbors=min(NEIGHBOURS, len(cloud.gram) - 1),
-            metric="precomputed",
-            init=initial_layout(cloud, 5.0),
-            random_state=SEED,
-            n_jobs=1,
-        )
-        return np.asarray(method.fit_transform(cloud.distances), float)
+        places = []
+        for cloud in clouds:
+            method = UMAP(
+                n_neighbors=min(NEIGHBOURS, len(cloud.gram) - 1),
+                metric="precomputed",
+                init=initial_layout(cloud, 5.0),
+                random_state=SEED,
+                n_jobs=1,
+            )
+            places.append(np.asarray(method.fit_transform(cloud.distances), float))
+        return places
 
 
-METHODS: dict[str, Callable[[Cloud], np.ndarray]] = {"pca": pca, "tsne": tsne, "umap": umap}
+METHODS: dict[str, Callable[[Sequence[Cloud]], list[np.ndarray]]] = {"pca": pca, "tsne": tsne, "umap": umap}
 
 
 def map_methods(slowest: str) -> tuple[str, ...]:
@@ -242,12 +270,12 @@ def fill_diagonal(profile: np.ndarray) -> np.ndarray:
 
 
 def coactivation_points(pairs: pd.DataFrame) -> tuple[np.ndarray, Cloud, float]:
-    """Return experts, points and the share of variance that two axes of noise hold, of one layer.
+    """Return experts, points and the share of variance that two axes of noise hold, of one layer's pairs.
 
     An expert of whose pairs none is expected once has no profile and no place; if fewer than three have one,
     the layer has no map.
     """
-    matrix = lift_over_chance(expected_pairs(pairs))
+    matrix = lift_over_chance(pairs)
     known = matrix.notna().any(axis=1).to_numpy()
     known = known & (known.all() or known.sum() > 2)
     matrix = matrix.loc[known, known]
@@ -271,7 +299,7 @@ def expert_maps(tables: dict[str, pd.DataFrame], methods: Sequence[str]) -> pd.D
 
     from moescope.routing.tables import TABLES
 
-    pairs, cosines = tables["coactivation"], tables["expert_cosines"]
+    pairs, cosines = expected_pairs(tables["coactivation"]), tables["expert_cosines"]
     keys = ["step", "layer", "layer_name"]
     subjects = [((*key, "coactivation"), coactivation_points(rows)) for key, rows in pairs.groupby(keys)]
     subjects += [
@@ -279,27 +307,33 @@ def expert_maps(tables: dict[str, pd.DataFrame], methods: Sequence[str]) -> pd.D
         for key, rows in cosines.groupby([*keys, "of"])
         if rows["cosine"].notna().any()
     ]
-    parts = [pd.DataFrame(columns=list(TABLES["maps"].columns))]
-    for (step, layer, layer_name, of), (experts, cloud, level) in subjects:
-        if not len(experts):
-            continue
-        shares = principal_plane(cloud)[1]
-        for method in methods if len(experts) >= FEWEST else methods[:1]:
-            at = METHODS[method](cloud)
-            preserved, chance = preserved_neighbours(cloud, at)
-            part = {
-                "step": step,
-                "layer": layer,
-                "layer_name": layer_name,
-                "of": of,
-                "method": method,
-                "expert": experts,
-                "x": at[:, 0],
-                "y": at[:, 1] if at.shape[1] > 1 else 0.0,
-                "variance": shares.sum(),
-                "variance_chance": level,
-                "neighbours": preserved,
-                "neighbours_chance": chance,
-            }
-            parts.append(pd.DataFrame(part))
-    return pd.concat(parts[1:] or parts, ignore_index=True)
+    subjects = [subject for subject in subjects if len(subject[1][0])]
+    places: dict[tuple[int, str], np.ndarray] = {}
+    for method in methods:
+        fewest = FEWEST if method != methods[0] else 0
+        drawn = [at for at, (_, (experts, _, _)) in enumerate(subjects) if len(experts) >= fewest]
+        found = METHODS[method]([subjects[at][1][1] for at in drawn])
+        places.update({(at, method): place for at, place in zip(drawn, found, strict=True)})
+    columns: dict[str, list[np.ndarray]] = {name: [] for name in TABLES["maps"].columns}
+    for (subject, method), at in sorted(places.items(), key=lambda item: item[0][0]):
+        (step, layer, layer_name, of), (experts, cloud, level) = subjects[subject]
+        preserved, chance = preserved_neighbours(cloud, at)
+        part = {
+            "step": step,
+            "layer": layer,
+            "layer_name": layer_name,
+            "of": of,
+            "method": method,
+            "expert": experts,
+            "x": at[:, 0],
+            "y": at[:, 1] if at.shape[1] > 1 else 0.0,
+            "variance": principal_plane(cloud)[1].sum(),
+            "variance_chance": level,
+            "neighbours": preserved,
+            "neighbours_chance": chance,
+        }
+        for name, value in part.items():
+            columns[name].append(np.broadcast_to(value, len(experts)))
+    if not places:
+        return pd.DataFrame(columns=list(TABLES["maps"].columns))
+    return pd.DataFrame({name: np.concatenate(parts) for name, parts in columns.items()})

@@ -5,8 +5,6 @@ Tokens are sorted by id once; counting a layer's choices is then linear in their
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,11 +16,13 @@ from moescope.types import Array, Integers
 
 TOP = 50  # tokens listed per expert
 FEWEST = 8  # occurrences a token needs to count for specialisation
-THREADS = 4  # each holds a few arrays of the sample's choices
+CELLS = 2**22  # pairs of token and expert that are counted at a time
 STRENGTHS = (1.0, 3.0, 10.0, 30.0, 100.0, 300.0)
 
+COLUMNS = ("expert", "role", "token_id", "count", "share", "lift")  # of the vocabulary table, text aside
+
 Measured = tuple[str, float, float, float]  # metric, value, chance, collapse
-Columns = dict[str, list[Any]]
+Columns = dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -36,9 +36,11 @@ class Tokens:
     @classmethod
     def of(cls, ids_T: Integers) -> Tokens:
         places_T = np.argsort(ids_T, kind="stable")
-        places_T = places_T[ids_T[places_T] >= 0]
-        ids_V, rows_T = np.unique(ids_T[places_T], return_inverse=True)
-        return cls(ids_V, places_T, rows_T.astype(np.int32))
+        sorted_T = ids_T[places_T]
+        known_T = sorted_T >= 0
+        places_T, sorted_T = places_T[known_T], sorted_T[known_T]
+        new_T = np.diff(sorted_T, prepend=-1) > 0
+        return cls(sorted_T[new_T], places_T, np.cumsum(new_T, dtype=np.int32) - np.int32(1))
 
     def occurrences_V(self) -> Integers:
         return np.bincount(self.rows_T, minlength=len(self.ids_V))
@@ -51,12 +53,22 @@ class Tokens:
         if only_T is not None:
             among_T = only_T[places_T]
             places_T, rows_T = places_T[among_T], rows_T[among_T]
-        chosen = chosen_TK[places_T].ravel().astype(np.int32)
-        rows = np.repeat(rows_T, chosen_TK.shape[1])
-        if (chosen < 0).any():
-            rows, chosen = rows[chosen >= 0], chosen[chosen >= 0]
-        entries = np.ones(len(rows)), (rows, chosen)
-        return sparse.coo_array(entries, shape=(len(self.ids_V), n_experts)).tocsc()
+        step = max(CELLS // n_experts, 1)
+        parts = []
+        for first in range(0, max(len(self.ids_V), 1), step):
+            height = min(step, len(self.ids_V) - first)
+            block = slice(*np.searchsorted(rows_T, (first, first + height)))
+            chosen_BK = chosen_TK.take(places_T[block], axis=0)
+            cells_BK = chosen_BK.astype(np.int64)
+            cells_BK *= height
+            cells_BK += rows_T[block, None] - first
+            cells = cells_BK[chosen_BK >= 0] if (chosen_BK < 0).any() else cells_BK.ravel()
+            counts = np.bincount(cells, minlength=height * n_experts)
+            filled = np.flatnonzero(counts > 0)
+            starts = np.searchsorted(filled, np.arange(n_experts + 1) * height)
+            column = counts[filled].astype(float), (filled % max(height, 1)).astype(np.int32), starts
+            parts.append(sparse.csc_array(column, shape=(height, n_experts)))
+        return parts[0] if len(parts) == 1 else sparse.vstack(parts, format="csc")
 
 
 def top_tokens(counts_VE: sparse.csc_array, top: int = TOP) -> list[tuple[Integers, Array, Array, Array]]:
@@ -73,7 +85,11 @@ def top_tokens(counts_VE: sparse.csc_array, top: int = TOP) -> list[tuple[Intege
         rows, counts = counts_VE.indices[column].astype(np.int64), counts_VE.data[column]
         share = counts / max(counts.sum(), 1)
         lift = share * total / per_token_V[rows]
-        order = np.lexsort((rows, -counts * np.log(lift)))[:top]
+        score = counts * np.log(lift)
+        best = np.arange(len(score))
+        if len(score) > top:  # few are sorted
+            best = np.flatnonzero(score >= np.partition(score, -top)[-top])
+        order = best[np.lexsort((rows[best], -score[best]))[:top]]
         ranked.append((rows[order], counts[order], share[order], lift[order]))
     return ranked
 
@@ -102,40 +118,50 @@ def token_information(halves_VE: tuple[sparse.csc_array, sparse.csc_array]) -> f
         if not fitted.sum() or not held_out.sum():
             return np.nan
         prior_E = (np.asarray(fitted.sum(0)).ravel() + 0.5) / (fitted.sum() + 0.5 * fitted.shape[1])
-        gain_by_strength = {a: gain(fitted, fitted, prior_E, a, leave_one_out=True) for a in STRENGTHS}
-        gains.append(gain(fitted, held_out, prior_E, max(STRENGTHS, key=gain_by_strength.__getitem__)))
+        per_token_V = np.asarray(fitted.sum(1)).ravel()
+        counted = fitted.data - 1, per_token_V - 1  # leave one out
+        gain_by_strength = {a: gain(*counted, fitted, prior_E, a) for a in STRENGTHS}
+        strength = max(STRENGTHS, key=gain_by_strength.__getitem__)
+        gains.append(gain(look_up(fitted, held_out), per_token_V, held_out, prior_E, strength))
         weights.append(held_out.sum())
     return float(np.average(gains, weights=weights))
 
 
+def look_up(counts_VE: sparse.csc_array, places_VE: sparse.csc_array) -> Array:
+    """Return the counts at the filled places of another table."""
+    column_V = np.zeros(counts_VE.shape[0])
+    found = np.empty(places_VE.nnz)
+    for expert in range(counts_VE.shape[1]):
+        column, wanted = (
+            slice(table.indptr[expert], table.indptr[expert + 1]) for table in (counts_VE, places_VE)
+        )
+        column_V[counts_VE.indices[column]] = counts_VE.data[column]
+        found[wanted] = column_V[places_VE.indices[wanted]]
+        column_V[counts_VE.indices[column]] = 0
+    return found
+
+
 def gain(
-    fitted_VE: sparse.csc_array,
-    held_out_VE: sparse.csc_array,
-    prior_E: Array,
-    strength: float,
-    leave_one_out: bool = False,
+    seen: Array, per_token_V: Array, held_out_VE: sparse.csc_array, prior_E: Array, strength: float
 ) -> float:
-    """Mean over held-out assignments of log p(e | token)/p(e), p(e | token) = (count + a p(e))/(sum + a)."""
-    per_token_V = np.asarray(fitted_VE.sum(1)).ravel()
-    tokens = held_out_VE.indices
-    experts = np.repeat(np.arange(held_out_VE.shape[1]), np.diff(held_out_VE.indptr))
-    if leave_one_out:
-        seen, total = fitted_VE.data - 1, per_token_V[tokens] - 1
-    else:
-        found = fitted_VE[tokens, experts]
-        seen = np.asarray(found.todense() if sparse.issparse(found) else found).ravel()
-        total = per_token_V[tokens]
-    ratio = (seen + strength * prior_E[experts]) / (total + strength) / prior_E[experts]
-    return float((held_out_VE.data * np.log(ratio)).sum() / held_out_VE.data.sum())
+    """Mean over held-out assignments of log p(e | token)/p(e), p(e | token) = (seen + a p(e))/(sum + a).
+
+    `seen` holds the fitted counts at the places of `held_out_VE`, `per_token_V` their sum over experts.
+    """
+    tokens_V, assigned_E = np.asarray(held_out_VE.sum(1)).ravel(), np.asarray(held_out_VE.sum(0)).ravel()
+    shrunk = seen + np.repeat(strength * prior_E, np.diff(held_out_VE.indptr))
+    some = tokens_V > 0
+    total = held_out_VE.data @ np.log(shrunk) - assigned_E @ np.log(prior_E)
+    return float((total - tokens_V[some] @ np.log(per_token_V[some] + strength)) / tokens_V.sum())
 
 
-def permute_within_documents(ids_T: Integers, document_T: Integers, seed: int = 0) -> Integers:
-    """Permute token ids within each document: keeps its topic, breaks what a single token says."""
+def permutation_within_documents(document_T: Integers, seed: int = 0) -> Integers:
+    """Return a permutation of tokens within documents: keeps topics, breaks what a single token says."""
     generator = np.random.default_rng(seed)
-    order = np.lexsort((generator.random(len(ids_T)), document_T))
-    permuted = np.empty_like(ids_T)
-    permuted[np.argsort(document_T, kind="stable")] = ids_T[order]
-    return permuted
+    permutation_T = np.empty(len(document_T), np.int64)
+    drawn_T = np.lexsort((generator.random(len(document_T)), document_T))
+    permutation_T[np.argsort(document_T, kind="stable")] = drawn_T
+    return permutation_T
 
 
 class Vocabulary:
@@ -144,30 +170,25 @@ class Vocabulary:
     def __init__(self, probe: Probe, seed: int):
         self.probe = probe
         roles = {"input": probe.ids_T, "next": probe.next_T, "predicted": probe.predicted_T}
+        self.first_T = probe.half_T == 0
+        permutation_T = permutation_within_documents(probe.document_T, seed)
         self.roles = {
-            role: (Tokens.of(ids_T), Tokens.of(permute_within_documents(ids_T, probe.document_T, seed)))
+            role: (Tokens.of(ids_T), Tokens.of(ids_T[permutation_T]))
             for role, ids_T in roles.items()
             if (ids_T >= 0).any()
         }
-
-    def layers(self, layers: Iterable[tuple[int, int]]) -> Iterator[tuple[list[Measured], Columns]]:
-        """Yield `layer` of several layers, given with their numbers of experts; a few are made at a time."""
-        with ThreadPoolExecutor(THREADS) as pool:
-            yield from pool.map(lambda pair: self.layer(*pair), layers)
 
     def layer(self, layer: int, n_experts: int) -> tuple[list[Measured], Columns]:
         """Return metrics (name, value, chance, collapse), and the columns of the vocabulary table."""
         chosen_TK = self.probe.chosen_TK(layer)
         metrics = []
-        names = ("expert", "role", "token_id", "token", "count", "share", "lift")
-        columns: Columns = {name: [] for name in names}
-        first_T = self.probe.half_T == 0
+        columns: dict[str, list[Any]] = {name: [] for name in COLUMNS}
         for role, both in self.roles.items():
             if role == "input":
                 halves = [
                     (
-                        tokens.counts_VE(chosen_TK, n_experts, first_T),
-                        tokens.counts_VE(chosen_TK, n_experts, ~first_T),
+                        tokens.counts_VE(chosen_TK, n_experts, self.first_T),
+                        tokens.counts_VE(chosen_TK, n_experts, ~self.first_T),
                     )
                     for tokens in both
                 ]
@@ -182,12 +203,14 @@ class Vocabulary:
             )
             metrics.append((f"vocabulary_specialisation_{role}", value, chance, 1.0))
             for expert, (rows, count, share, lift) in enumerate(top_tokens(tables[0])):
-                ids = both[0].ids_V[rows].tolist()
-                columns["expert"] += [expert] * len(ids)
-                columns["role"] += [role] * len(ids)
-                columns["token_id"] += ids
-                columns["token"] += [None] * len(ids)  # the text is looked up by the caller: one thread
-                columns["count"] += count.astype(int).tolist()
-                columns["share"] += share.tolist()
-                columns["lift"] += lift.tolist()
-        return metrics, columns
+                part: tuple[Any, ...] = (
+                    expert,
+                    role,
+                    both[0].ids_V[rows],
+                    count.astype(np.int64),
+                    share,
+                    lift,
+                )
+                for name, content in zip(COLUMNS, part, strict=True):
+                    columns[name].append(np.broadcast_to(content, len(rows)))
+        return metrics, {name: np.concatenate(parts) for name, parts in columns.items()}
