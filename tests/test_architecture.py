@@ -72,6 +72,9 @@ BETWEEN_SUBJECTS = {
     "lab.report_training": ("routing.report_monitor",),
     "lab.some_keys": ("routing.load_balance", "routing.metrics"),
     "lab.evaluation": ("routing.stability",),
+    "lab.study_routing": (
+        *("routing.decision", "routing.load_balance", "routing.metrics", "routing.separation"),
+    ),
     "demo.": ("weights.", "routing.", "comparison.", "compression.", "lab."),
 }
 MOST_LINES = 700

@@ -77,3 +77,11 @@ def test_unknown_and_impossible_vocabularies_are_refused(tmp_path: Path):
         make_vocabulary("bpe", 100, LEARNED_FROM)
     with pytest.raises(BadInput, match=r"tokenizer\.json"):
         load_vocabulary(tmp_path)
+
+
+def test_byte_counts_of_a_text_s_tokens_add_up_to_its_bytes(vocabulary: Vocabulary, tmp_path: Path):
+    vocabulary.save(tmp_path)
+    loaded = load_vocabulary(tmp_path)
+    counts = loaded.byte_counts()
+    assert counts[loaded.encode(TEXT)].sum() == len(TEXT.encode())
+    assert counts[[loaded.end, loaded.pad]].tolist() == [0, 0]

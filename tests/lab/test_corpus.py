@@ -2,14 +2,26 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
+from dataclasses import replace
 from itertools import pairwise
 
 import pytest
 
 from moescope.errors import BadInput
-from moescope.lab.corpus import Document, calculation, corpus_of, embedded_corpus, place, split, topic_groups
+from moescope.lab.config import DataConfig, config_from
+from moescope.lab.corpus import (
+    Document,
+    calculation,
+    corpus_of,
+    embedded_corpus,
+    place,
+    read_corpus,
+    split,
+    topic_groups,
+)
 
 SMALL = 40_000
 
@@ -131,3 +143,25 @@ def test_arithmetic_is_right():
     for seed in range(200):
         left, right = calculation(random.Random(seed)).split(" = ")
         assert eval(left) == int(right)
+
+
+def test_validation_files_are_the_validation_text_and_nothing_of_them_is_trained_on(tmp_path):
+    texts = {"train": ["one", "two", "shared"], "held_out": ["three", "shared"], "other": ["four"]}
+    for name, documents in texts.items():
+        lines = [json.dumps({"text": text}) for text in documents]
+        (tmp_path / f"{name}.jsonl").write_text("\n".join(lines))
+    paths = {"a": str(tmp_path / "held_out.jsonl"), "new": str(tmp_path / "other.jsonl")}
+    data = DataConfig(domains={"a": str(tmp_path / "train.jsonl")}, validation=paths)
+    corpus = read_corpus(data)
+    assert corpus.domains == ("a",)
+    assert sorted(corpus.train["a"]) == ["one", "two"]
+    assert sorted(corpus.validation["a"]) == ["shared", "three"]
+    assert corpus.unseen == {"new": ["four"]}
+    without = read_corpus(replace(data, validation={"a": paths["a"]}))
+    assert without.identity != corpus.identity
+
+
+def test_every_domain_needs_its_validation_text():
+    tables = {"data": {"domains": {"a": "x", "b": "y"}, "validation": {"a": "z"}}}
+    with pytest.raises(BadInput, match="validation has no 'b'"):
+        config_from(tables)

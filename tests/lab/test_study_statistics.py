@@ -401,3 +401,21 @@ def test_the_frame_is_the_table_and_survives_the_disk(tmp_path):
 def test_statistics_need_no_torch():
     code = "import sys, moescope.lab.study_statistics; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+# --- trainings that learned nothing
+
+
+def test_only_trainings_that_beat_the_unigram_baseline_are_compared():
+    losses = study(3, 6, np.random.default_rng(3), shift=1.0)
+    runs = runs_of(losses).assign(unigram_loss=100.0)
+    runs.loc[(runs["arm"] == "arm1") & (runs["seed"] == 4), "unigram_loss"] = -100.0
+    runs.loc[runs["arm"] == "arm2", "unigram_loss"] = runs["validation_loss"]
+    frame = compare(runs, "ref")
+    shared = [0, 1, 2, 3, 5]
+    row = row_of(frame, "arm1")
+    assert row["seeds"] == 5
+    assert row["p_value"] == pytest.approx(stats.ttest_rel(losses[1, shared], losses[0, shared]).pvalue)
+    assert row["p_adjusted"] == row["p_value"]  # arm2 pays for nothing
+    assert row_of(frame, "arm2")["seeds"] == 0
+    assert row_of(frame, "arm2")["verdict"] == "does not beat the unigram baseline"

@@ -49,6 +49,10 @@ class Bytes:
     def decode(self, ids: Iterable[int]) -> str:
         return bytes(token for token in ids if token < BYTES).decode("utf-8", errors="replace")
 
+    def byte_counts(self) -> NDArray[np.int64]:
+        """Return how many bytes of text each token stands for; 0 for special tokens."""
+        return (np.arange(self.size) < BYTES).astype(np.int64)
+
     def save(self, folder: Path) -> None:
         """Save it as byte-level BPE without merges, which tokenizers and transformers load."""
         letters = byte_letters()
@@ -123,6 +127,11 @@ class Pairs:
     def decode(self, ids: Iterable[int]) -> str:
         return str(self.tokenizer.decode(list(ids), skip_special_tokens=True))
 
+    def byte_counts(self) -> NDArray[np.int64]:
+        """Return how many bytes each token stands for: one letter of the byte-level alphabet is one byte."""
+        tokens = [self.tokenizer.id_to_token(number) for number in range(self.size)]
+        return np.array([0 if token in SPECIALS else len(token or "") for token in tokens], dtype=np.int64)
+
     def save(self, folder: Path) -> None:
         write(folder, json.loads(self.tokenizer.to_str()))
 
@@ -146,7 +155,7 @@ def make_vocabulary(kind: str, size: int, texts: Iterable[str]) -> Vocabulary:
     return Bytes() if kind == "bytes" else Pairs.learned(texts, size)
 
 
-def load_vocabulary(folder: Path) -> Vocabulary:
+def load_vocabulary(folder: Path) -> Bytes | Pairs:
     """Return the vocabulary saved with a lab checkpoint."""
     return Bytes() if kind_of(folder) == "bytes" else Pairs.of((folder / FILE).read_text(encoding="utf-8"))
 

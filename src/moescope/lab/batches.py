@@ -118,15 +118,21 @@ def unigram_loss(train: TokenRows, validation: TokenRows, size: int) -> dict[str
 
     p = (c + 1)/(N + V) from the training rows of all domains; loss = -mean log p over validation targets.
     """
-    counts = np.bincount(
-        np.concatenate([targets_of(train, index) for index in range(len(train.domains))]), minlength=size
-    )
-    log_p = np.log(counts + 1.0) - np.log(counts.sum() + size)
+    log_p = unigram_log_probability(train, size)
     by_domain = {
         domain: -log_p[targets_of(validation, index)] for index, domain in enumerate(validation.domains)
     }
     means = {domain: float(losses.mean()) for domain, losses in by_domain.items()}
     return {"": float(np.concatenate(list(by_domain.values())).mean()), **means}
+
+
+def unigram_log_probability(train: TokenRows, size: int) -> NDArray[np.float64]:
+    """Return log (c + 1)/(N + V) of every token, c its count among the targets of the training rows."""
+    counts = np.bincount(
+        np.concatenate([targets_of(train, index) for index in range(len(train.domains))]), minlength=size
+    )
+    log_p: NDArray[np.float64] = np.log(counts + 1.0) - np.log(counts.sum() + size)
+    return log_p
 
 
 def targets_of(rows: TokenRows, domain: int) -> NDArray[np.int32]:

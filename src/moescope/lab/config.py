@@ -32,6 +32,7 @@ class DataConfig:
     vocabulary: str = "bytes"  # or "bpe", with [model] vocabulary entries
     text: tuple[str, ...] = ()
     domains: dict[str, str] = field(default_factory=dict)  # name -> path
+    validation: dict[str, str] = field(default_factory=dict)  # name -> path; {}: held out of the domains
     validation_share: float = 0.1
     max_bytes: int = 0  # 0: no limit
     layout: str = "packed"  # rows cut from one stream per domain; "documents": one document per row
@@ -302,10 +303,16 @@ def check_data(data: DataConfig, where: str) -> None:
         raise BadInput(f"{where}: [data] max_bytes must be 0 or more, not {data.max_bytes}")
     if data.text and data.domains:
         raise BadInput(f"{where}: [data] set text for one domain or domains by name, not both")
-    for name in data.domains:
+    if data.validation and (
+        missing := [name for name in data.domains or ["text"] if name not in data.validation]
+    ):
+        raise BadInput(
+            f"{where}: [data] validation has no {missing[0]!r}; give one path for every name in domains"
+        )
+    for name in [*data.domains, *data.validation]:
         if not name or name.startswith(".") or set(name) & set("/\\=\0"):  # it names a file of the run
             raise BadInput(
-                f"{where}: [data] domains: {name!r} cannot be a domain's name; use letters, digits, - and _"
+                f"{where}: [data] {name!r} cannot be a domain's name; use letters, digits, - and _"
             )
 
 

@@ -14,7 +14,7 @@ import json
 import random
 import sysconfig
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from moescope.decoder.vocabulary import Vocabulary, load_vocabulary, make_vocabulary
@@ -54,6 +54,7 @@ class Corpus:
     validation: dict[str, list[str]]
     identity: str  # hash of all texts, their domains and sides
     cut: tuple[str, ...] = ()  # domains of one document, whose end is its validation text
+    unseen: dict[str, list[str]] = field(default_factory=dict)  # validation texts of domains without training
 
     def sizes(self) -> dict[str, dict[str, int]]:
         """Return documents and bytes of every domain, for run.json."""
@@ -120,13 +121,39 @@ def split(documents: list[Document], validation_share: float) -> Corpus:
             validation[domain], train[domain] = split_few(domain, placed, validation_share)
         if len({at for at, _ in placed}) == 1:
             cut.append(domain)
+    return Corpus(domains, train, validation, identity_of(train, validation), tuple(cut))
+
+
+def identity_of(*sides: dict[str, list[str]]) -> str:
     digest = hashlib.blake2b(digest_size=16)
-    for side in (train, validation):
-        for domain in domains:
-            for text in side[domain]:
+    for side in sides:
+        for domain, texts in side.items():
+            for text in texts:
                 digest.update(f"{domain}\0{len(text)}\0{text}\0".encode())
         digest.update(b"\1")
-    return Corpus(domains, train, validation, digest.hexdigest(), tuple(cut))
+    return digest.hexdigest()
+
+
+def corpus_of_sides(train: dict[str, list[str]], held_out: dict[str, list[str]]) -> Corpus:
+    """Return a corpus whose validation texts were given separately.
+
+    A text that is on both sides is removed from training. Domains of `held_out` alone are unseen ones.
+    """
+    both = {text for texts in held_out.values() for text in texts}
+
+    def ordered(texts: list[str]) -> list[str]:
+        return sorted((text for text in texts if text.strip()), key=lambda text: (place(text), text))
+
+    train = {name: ordered([text for text in texts if text not in both]) for name, texts in train.items()}
+    held_out = {name: ordered(texts) for name, texts in held_out.items()}
+    for name, side in (("", train), ("validation ", held_out)):
+        for domain, texts in side.items():
+            if not texts:
+                raise BadInput(f"{name}domain {domain!r}: it has no text; set another path")
+    validation = {domain: held_out[domain] for domain in train}
+    unseen = {domain: texts for domain, texts in held_out.items() if domain not in train}
+    identity = identity_of(train, validation, *([unseen] if unseen else []))
+    return Corpus(tuple(train), train, validation, identity, unseen=unseen)
 
 
 def split_few(domain: str, placed: list[tuple[float, str]], share: float) -> tuple[list[str], list[str]]:
@@ -172,12 +199,18 @@ def read_corpus(data: DataConfig) -> Corpus:
         return embedded_corpus(share, data.validation_share)
     opened = sources(data.text, [f"{name}={path}" for name, path in data.domains.items()], None)
     most = max(data.max_bytes // len(opened), 1) if data.max_bytes else None
+    if data.validation:
+        held_out = sources((), [f"{name}={path}" for name, path in data.validation.items()], None)
+        return corpus_of_sides(
+            {source.domain: texts_of(source, most)() for source in opened},
+            {source.domain: texts_of(source, None)() for source in held_out},
+        )
     return corpus_of({source.domain: texts_of(source, most) for source in opened}, data.validation_share)
 
 
 def check_texts(data: DataConfig) -> None:
     """Reject missing files without reading any; standard input and hub datasets are not checked."""
-    for path in [*data.text, *data.domains.values()]:
+    for path in [*data.text, *data.domains.values(), *data.validation.values()]:
         if path != STDIN and not is_hub_text(path):
             existing(path)
 

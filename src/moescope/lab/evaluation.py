@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import nn
 from torch.nn.functional import cross_entropy
 
@@ -137,6 +138,27 @@ def document_losses(
     before = model.training
     model.eval()
     sums, counts = np.zeros(len(sample.domains)), np.zeros(len(sample.domains), dtype=np.int64)
+    for batch in window_batches(sample, batch_size):
+        losses = token_losses(model, batch.ids_BL, batch.mask_BL, batch.targets_BL, device, dtype)
+        np.add.at(sums, batch.document_B, np.where(batch.mask_BL, losses, 0).sum(1))
+        np.add.at(counts, batch.document_B, batch.mask_BL.sum(1))
+    model.train(before)
+    return pd.DataFrame(
+        {"document": range(len(counts)), "domain": sample.domains, "tokens": counts, "loss": sums / counts}
+    )
+
+
+@dataclass(frozen=True)
+class WindowBatch:
+    """Padded windows; `targets_BL` is the next token or IGNORED."""
+
+    ids_BL: Ids
+    targets_BL: Ids
+    mask_BL: NDArray[np.bool_]
+    document_B: Ids
+
+
+def window_batches(sample: DocumentSample, batch_size: int) -> Iterator[WindowBatch]:
     for first in range(0, len(sample.windows), batch_size):
         windows = sample.windows[first : first + batch_size]
         ids = np.full((len(windows), sample.length), sample.pad, dtype=np.int64)
@@ -144,15 +166,8 @@ def document_losses(
         for row, window in enumerate(windows):
             size = len(window.tokens) - 1
             ids[row, :size], targets[row, :size] = window.tokens[:-1], window.tokens[1:]
-        mask = targets != IGNORED
-        losses = token_losses(model, ids, mask, targets, device, dtype)
-        of_row = np.array([window.document for window in windows])
-        np.add.at(sums, of_row, np.where(mask, losses, 0).sum(1))
-        np.add.at(counts, of_row, mask.sum(1))
-    model.train(before)
-    return pd.DataFrame(
-        {"document": range(len(counts)), "domain": sample.domains, "tokens": counts, "loss": sums / counts}
-    )
+        document_B = np.array([window.document for window in windows])
+        yield WindowBatch(ids, targets, targets != IGNORED, document_B)
 
 
 def mean_loss(documents: pd.DataFrame) -> float:

@@ -53,7 +53,7 @@ if TYPE_CHECKING:
     from moescope.lab.study_config import Study
 
 TASK_TABLES = (  # written by single trainings
-    *("study_runs", "study_documents", "study_curves"),
+    *("study_runs", "study_documents", "study_curves", "study_layers", "study_loads", "study_usage"),
     *("study_experts", "study_mixed", "study_spans"),
 )
 TIMED_TOKENS, TIMED_TOKENS_ON_CPU = 16_384, 2_048  # at most, when the parts of a block are timed

@@ -33,6 +33,7 @@ ROUNDING = 1e-12  # relative to the losses: smaller spread is rounding
 BETTER, WORSE, ALIKE = "better", "worse", "not distinguishable"
 TOO_FEW, NO_SPREAD = "too few seeds to say", "no spread over seeds"
 NOT_RUN, FAILED, REFERENCE = "not run", "failed", "reference"
+UNTRAINED = "does not beat the unigram baseline"
 
 
 @dataclass(frozen=True)
@@ -98,26 +99,33 @@ def compare(runs: pd.DataFrame, reference: str, references: Mapping[str, str] | 
     if runs.duplicated(["arm", "seed"]).any():
         raise BadInput("study_runs: two rows of one arm and seed; give each arm its own name")
     losses = loss_table(runs)
-    failed = set(runs.loc[runs["status"] == "failed", "arm"])
+    # why an arm has no result, if it has none
+    reasons = dict.fromkeys(runs.loc[runs["status"] == "done", "arm"], UNTRAINED)
+    reasons |= dict.fromkeys(runs.loc[runs["status"] == "failed", "arm"], FAILED)
     rows: list[dict[str, Any]] = []
     for question, named in chosen.items():
         arms = [arm for arm in dict.fromkeys(runs.loc[runs["question"] == question, "arm"]) if arm != named]
-        rows += question_rows(question, named, arms, losses, failed)
+        rows += question_rows(question, named, arms, losses, reasons)
     frame = pd.DataFrame(rows)
     return frame.astype({"seeds": "int64", "degrees_of_freedom": "Int64"})
 
 
 def loss_table(runs: pd.DataFrame) -> pd.DataFrame:
-    """Return losses by arm and seed; NaN where a training is not done or has no finite loss."""
+    """Return losses by arm and seed; NaN where a training is not done or does not beat the unigram baseline.
+
+    Runs without a baseline, of an older version, count.
+    """
     losses = runs.get("validation_loss", runs["seed"] * np.nan).astype(float)  # absent if nothing ran
-    counted = runs.assign(validation_loss=losses.where((runs["status"] == "done") & np.isfinite(losses)))
+    baseline = runs.get("unigram_loss", runs["seed"] * np.nan).astype(float).fillna(np.inf)
+    counts = (runs["status"] == "done") & np.isfinite(losses) & (losses < baseline)
+    counted = runs.assign(validation_loss=losses.where(counts))
     return counted.pivot(index="arm", columns="seed", values="validation_loss")
 
 
 def question_rows(
-    question: str, reference: str, arms: list[str], losses: pd.DataFrame, failed: set[str]
+    question: str, reference: str, arms: list[str], losses: pd.DataFrame, reasons: dict[str, str]
 ) -> list[dict[str, Any]]:
-    """Return the rows of one question, the reference first; of `failed` arms some training failed."""
+    """Return the rows of one question, the reference first; `reasons` why an arm may have no result."""
     losses_RS = losses.loc[[reference, *arms]].to_numpy(float)
     compared = differences(losses_RS)
     p_R = compared.p_value
@@ -143,13 +151,13 @@ def question_rows(
     rows = [
         {
             **means(question, reference, reference, losses_RS[0]),
-            "verdict": REFERENCE if finite_count(losses_RS[0]) else without_result(reference, failed),
+            "verdict": REFERENCE if finite_count(losses_RS[0]) else reasons.get(reference, NOT_RUN),
             "seeds": finite_count(losses_RS[0]),
         }
     ]
     for place, (arm, losses_S) in enumerate(zip(arms, losses_RS[1:], strict=True)):
         row = {name: values[place] for name, values in columns.items()}
-        judged = verdict(row) if finite_count(losses_S) else without_result(arm, failed)
+        judged = verdict(row) if finite_count(losses_S) else reasons.get(arm, NOT_RUN)
         rows.append({**means(question, arm, reference, losses_S), **row, "verdict": judged})
     return rows
 
@@ -166,10 +174,6 @@ def means(question: str, arm: str, reference: str, losses_S: Array) -> dict[str,
 
 def finite_count(losses_S: Array) -> int:
     return int(np.isfinite(losses_S).sum())
-
-
-def without_result(arm: str, failed: set[str]) -> str:
-    return FAILED if arm in failed else NOT_RUN
 
 
 def verdict(row: dict[str, Any]) -> str:

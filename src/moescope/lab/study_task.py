@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import shlex
 import shutil
 from collections.abc import Callable
@@ -98,7 +99,7 @@ def run_task(device: str, task: TrainingTask, tick: Callable[[], None]) -> TaskR
         with unsaid_alerts(), lock_training(task.folder):
             run = run or run_training(job)
         assert run is not None
-        values, documents = measure(run, task, text, device)
+        values, tables = measure(run, task, text, device)
     except (Diverged, torch.OutOfMemoryError) as error:
         row |= {"status": FAILED, "message": str(error).splitlines()[0]}
         frames = {"study_runs": pd.DataFrame([row])}
@@ -106,7 +107,7 @@ def run_task(device: str, task: TrainingTask, tick: Callable[[], None]) -> TaskR
         return TaskResult(frames if curves is None else {**frames, "study_curves": curves}, FAILED)
     frames = {
         "study_runs": pd.DataFrame([{**row, "status": DONE, **values}]),
-        "study_documents": documents.assign(**task.keys),
+        **{name: frame.assign(**task.keys) for name, frame in tables.items() if len(frame)},
     }
     curves = curves_of(run, task)
     frames |= {} if curves is None else {"study_curves": curves}
@@ -148,27 +149,64 @@ def routing_size(config: LabConfig) -> dict[str, int | None]:
 
 def measure(
     run: Run, task: TrainingTask, text: StudyText, device: str
-) -> tuple[dict[str, float | None], pd.DataFrame]:
-    """Return the training's values in study_runs, and the losses of its validation documents."""
+) -> tuple[dict[str, float | None], dict[str, pd.DataFrame]]:
+    """Return the training's values in study_runs, and its rows of tables that need the trained model."""
     from moescope.decoder.saving import load_model
     from moescope.lab.evaluation import checkpoint_stability, document_losses, evaluation_noise, mean_loss
+    from moescope.lab.study_routing import measure_routing
 
     train = task.config.train
     checkpoints = [(item["step"], Path(item["path"])) for item in saved_checkpoints(run.path / "checkpoints")]
     model, _ = load_model(checkpoints[-1][1], device)
     size = max(train.batch_size // train.micro_batches, 1)
     documents = document_losses(model, text.documents, size, device, train.dtype)
+    documents["bytes"] = text.document_bytes
+    trained = text.corpus.domains
+    layers, loads = measure_routing(model, text.documents, trained, size, device, train.dtype)
     del model
+    tables = {"study_documents": documents, "study_layers": layers, "study_loads": loads}
+    tables["study_usage"] = usage_over_steps(run)
+    documents = documents[documents["domain"].isin(trained)]  # others were never trained on
     noise = evaluation_noise(documents)
     stability = checkpoint_stability(checkpoints, text.data.validation, device)
     last = load_over_steps(run)
     values: dict[str, float | None] = {"validation_loss": mean_loss(documents)}
+    values |= {"unigram_loss": text.unigram_loss, "loss_slope": loss_slope(run, train.steps)}
+    nats = float((documents["tokens"] * documents["loss"]).sum())
+    values["bits_per_byte"] = nats / math.log(2) / max(int(documents["bytes"].sum()), 1)
     values |= dict(zip(("noise_low", "noise_high", "noise_std"), noise or (None, None, None), strict=True))
     named = (*LOAD, "load_cv_chance", "routing_entropy_chance")
     values |= {column: last[column].iloc[-1] for column in named if len(last) and column in last}
     if stability is not None:
         values |= {name: getattr(stability, name) for name in ("consistency", "usage_sigma", "kendall_tau")}
-    return {**values, **speed(run)}, documents
+    return {**values, **speed(run)}, tables
+
+
+def loss_slope(run: Run, steps: int) -> float | None:
+    """Return the slope of the validation loss over the last fifth of the steps, in nats per 1,000 steps.
+
+    Least squares over the evaluations of that part; None with fewer than two of them.
+    """
+    import numpy as np
+
+    evaluated = run.table("steps")[["step", "validation_loss"]].dropna().astype(float)
+    last = evaluated[evaluated["step"] >= 0.8 * steps]
+    if len(last) < 2:
+        return None
+    return 1000 * float(np.polyfit(last["step"], last["validation_loss"], 1)[0])
+
+
+def usage_over_steps(run: Run) -> pd.DataFrame:
+    """Return each expert's share of its layer's load since the previous row; empty for a dense model."""
+    import pandas as pd
+
+    if "load" not in run.tables or not run.info["router_facts"]["routes"]:
+        return pd.DataFrame()
+    load = (
+        run.table("load").groupby(["step", "layer", "layer_name", "expert"], as_index=False)["tokens"].sum()
+    )
+    total = load.groupby(["step", "layer"])["tokens"].transform("sum")
+    return load.assign(share=load["tokens"] / total.clip(lower=1)).drop(columns="tokens")
 
 
 def probe_model(run: Run, task: TrainingTask, text: StudyText, device: str) -> dict[str, pd.DataFrame]:
@@ -256,6 +294,8 @@ class StudyText:
     vocabulary: Vocabulary
     data: Data
     documents: DocumentSample
+    document_bytes: list[int]  # that the predicted tokens of each document stand for
+    unigram_loss: float  # of the unigram baseline on the documents of trained domains
 
 
 def save_text(folder: Path, corpus: Corpus, vocabulary: Vocabulary) -> None:
@@ -277,7 +317,10 @@ _TEXTS: dict[tuple[object, ...], StudyText] = {}  # of the study this process wo
 
 def load_text(folder: Path, identity: str, config: LabConfig) -> StudyText:
     """Return the study's text, read and split into rows once per process; `identity` is the corpus's."""
+    import numpy as np
+
     from moescope.decoder.vocabulary import load_vocabulary
+    from moescope.lab.batches import unigram_log_probability
     from moescope.lab.corpus import Corpus
     from moescope.lab.evaluation import WINDOWS, DocumentSample
 
@@ -288,7 +331,21 @@ def load_text(folder: Path, identity: str, config: LabConfig) -> StudyText:
         corpus = Corpus(**{**content, **{name: tuple(content.get(name, ())) for name in ("domains", "cut")}})
         vocabulary = load_vocabulary(folder / TEXT_FOLDER)
         windows = 1 if layout == "documents" else WINDOWS
-        documents = DocumentSample.of(corpus.validation, vocabulary, train.sequence_length, windows)
+        held_out = {**corpus.validation, **corpus.unseen}
+        documents = DocumentSample.of(held_out, vocabulary, train.sequence_length, windows)
+        data = make_data(config, corpus, vocabulary)
+        log_p = unigram_log_probability(data.train, vocabulary.size)
+        targets = [window.tokens[1:] for window in documents.windows]
+        of_document = [window.document for window in documents.windows]
+        sizes, count_bytes = [0] * len(documents.domains), vocabulary.byte_counts()
+        for at, tokens in zip(of_document, targets, strict=True):
+            sizes[at] += int(count_bytes[tokens].sum())
+        counted = [
+            log_p[tokens]
+            for at, tokens in zip(of_document, targets, strict=True)
+            if documents.domains[at] in corpus.domains
+        ]
+        unigram = -float(np.concatenate(counted).mean())
         _TEXTS.clear()
-        _TEXTS[key] = StudyText(corpus, vocabulary, make_data(config, corpus, vocabulary), documents)
+        _TEXTS[key] = StudyText(corpus, vocabulary, data, documents, sizes, unigram)
     return _TEXTS[key]

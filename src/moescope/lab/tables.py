@@ -49,6 +49,62 @@ COLUMNS: dict[str, Column] = {
         chance="the reference arm with the same seed",
         best="the entropy of the text",
     ),
+    "study_runs.unigram_loss": Column(
+        "float",
+        "Loss of the unigram baseline on the same documents: token frequencies of the training text. A "
+        "training that does not beat it enters no comparison.",
+        "−mean log((c + 1)/(N + V))",
+        title="unigram",
+    ),
+    "loss_slope": Column(
+        "float",
+        "Slope of the validation loss at the end of training, in nats per 1,000 steps; null with fewer than "
+        "two evaluations in the last fifth of the steps.",
+        "least squares over the evaluations of the last fifth",
+        chance="0: training has converged",
+        misleads="The learning rate has decayed by then: a small slope does not mean that more steps are "
+        "useless.",
+        title="final slope",
+    ),
+    "bits_per_byte": Column(
+        "float",
+        "The validation loss in bits per byte of text: comparable between vocabularies.",
+        "Σ tokens · loss/(log 2 · Σ bytes)",
+        chance="8: uniform bytes",
+        title="bits per byte",
+    ),
+    "study_documents.bytes": Column("int", "Bytes of text that the predicted tokens stand for."),
+    "study_layers.metric": Column(
+        "text",
+        "cv, max_violation, gini, unused, load_entropy, expert_overlap, routing_entropy, gram_orthogonality "
+        "(router rows): as in routing_layers. min_over_mean: load of the least busy expert over the mean. "
+        "output_orthogonality: Gram orthogonality of the outputs of all experts for the same tokens.",
+        "output_orthogonality = 1 − √(Σ_{i≠j} mean cos²(Eᵢ(x), Eⱼ(x)))/(n √2)",
+    ),
+    "study_layers.domain": Column(
+        "text", "Empty: the documents of all trained domains; else the documents of one domain."
+    ),
+    "study_layers.value": Column(
+        "float", "Value of the trained model in evaluation mode, over the validation documents."
+    ),
+    "study_layers.chance": Column(
+        "float",
+        "Value of balanced random routing over as many tokens; of a uniform router; of random directions.",
+    ),
+    "study_layers.collapse": Column("float", "Value when all tokens choose the same experts."),
+    "study_loads.domain": Column("text", "Domain of the documents; also domains that were not trained on."),
+    "study_loads.tokens": Column(
+        "int", "Tokens of the domain's validation documents that chose the expert, in evaluation mode."
+    ),
+    "study_usage.step": Column("int", "Training step."),
+    "study_usage.share": Column(
+        "float",
+        "The expert's share of its layer's load in training, since the previous row.",
+        "cᵢ/Σ c",
+        worst="1/k or 0",
+        chance="1/n",
+        best="1/n",
+    ),
     "noise_low": Column(
         "float",
         "Lower end of the 95 % bootstrap interval of that loss over validation documents, for this model.",
@@ -244,7 +300,11 @@ COLUMNS: dict[str, Column] = {
         "float", "Share of the span's choices that went to the expert, in the middle layer.", chance="1/n"
     ),
     "reference": Column("text", "The arm that the question's other arms are compared with."),
-    "seeds": Column("int", "Seeds with a result of both arm and reference; for the reference, its seeds."),
+    "seeds": Column(
+        "int",
+        "Seeds whose trainings of arm and reference are done and beat the unigram baseline; for the "
+        "reference, its own.",
+    ),
     "study_comparisons.mean": Column(
         "float", "Mean validation loss over the arm's seeds, in nats per token.", chance="the reference's"
     ),
@@ -330,7 +390,8 @@ COLUMNS: dict[str, Column] = {
         "text",
         "better or worse than the reference: p_adjusted ≤ 0.05. not distinguishable: above. too few seeds to "
         "say: fewer than five shared seeds. no spread over seeds: every seed gave the same difference, so "
-        "there is no test. failed: all attempts failed. not run: no result yet.",
+        "there is no test. failed: all attempts failed. does not beat the unigram baseline: no training "
+        "does. not run: no result yet.",
     ),
 }
 
@@ -347,7 +408,8 @@ TABLES: dict[str, Table] = define_tables(
         "The trainings of a study: one row per arm and seed, whether or not it ran.",
         ("arm", "seed"),
         (
-            *("question", "status", "validation_loss", "noise_low", "noise_high", "noise_std", "load_cv"),
+            *("question", "status", "validation_loss", "unigram_loss", "loss_slope", "bits_per_byte"),
+            *("noise_low", "noise_high", "noise_std", "load_cv"),
             *("load_cv_chance", "max_over_mean", "routing_entropy", "routing_entropy_chance"),
             *("unused_share", "dropped_share", "consistency", "usage_sigma"),
             *("kendall_tau", "tokens_per_second", "peak_memory_bytes", "seconds", "parameters_total"),
@@ -365,7 +427,25 @@ TABLES: dict[str, Table] = define_tables(
         "study_documents",
         "Loss of each trained model on each validation document; evaluation noise is resampled from it.",
         ("arm", "seed", "document"),
-        ("domain", "tokens", "loss"),
+        ("domain", "tokens", "bytes", "loss"),
+    ),
+    Table(
+        "study_layers",
+        "How each trained model routes the validation documents in evaluation mode, by layer.",
+        ("arm", "seed", "layer", "metric", "domain"),
+        ("value", "chance", "collapse"),
+    ),
+    Table(
+        "study_loads",
+        "Tokens per expert and domain of each trained model, in evaluation mode.",
+        ("arm", "seed", "layer", "expert", "domain"),
+        ("tokens",),
+    ),
+    Table(
+        "study_usage",
+        "Shares of the load over the steps of each training.",
+        ("arm", "seed", "step", "layer", "expert"),
+        ("share",),
     ),
     Table(
         "study_curves",

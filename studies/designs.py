@@ -1,0 +1,302 @@
+"""The studies of this folder: their arms, written as studies/NAME/study.toml.
+
+    python studies/designs.py
+
+Arms have the winners of the tuning (studies/tuned.json), as far as they are known. Every study reads the text
+that studies/data.py writes.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+Design = dict[str, Any]
+
+FOLDER = Path(__file__).parent
+TUNED = FOLDER / "tuned.json"  # "best": router -> {"learning_rate": ..., its option: ...}; and see run.py
+TEXT = "studies/text"
+DOMAINS = ("code", "drama", "encyclopedia", "math", "medicine", "stories")
+UNSEEN = {"tinystories_ru": f"{TEXT}/unseen/tinystories_ru.jsonl.gz"}
+RATE = 2e-3  # before tuning
+RATES = (1e-3, 2e-3, 4e-3)
+MORE_RATES = (5e-4, 8e-3)  # for routers without an option, so that all have equal budgets
+TUNING_SEEDS = [100, 101]  # of no other study
+TUNING_STEPS = 300
+STEPS = 1000  # of 8,192 tokens
+SEEDS = 10
+
+# A token meets equally many parameters in every arm; with one expert per token experts are twice as wide and
+# half as many, with four half as wide and twice as many.
+ROUTERS: dict[str, Design] = {
+    "dense": {},
+    "hash": {},
+    "switch_top1": {"d_ff": 512, "experts": 8},
+    "top2": {},
+    "topk": {"top_k": 4, "d_ff": 128, "experts": 32},
+    "expert_choice": {},
+    "loss_free": {},
+    "spectra": {},
+    "some": {},
+}
+# the option of each router that is tuned, its default in the middle
+OPTIONS: dict[str, tuple[str, tuple[float, ...]]] = {
+    "switch_top1": ("balance", (0.003, 0.01, 0.03)),
+    "top2": ("balance", (0.003, 0.01, 0.03)),
+    "topk": ("balance", (0.003, 0.01, 0.03)),
+    "expert_choice": ("capacity_factor", (1.0, 1.25, 1.5)),
+    "loss_free": ("rate", (0.0003, 0.001, 0.003)),
+    "spectra": ("epsilon", (0.02, 0.05, 0.1)),
+    "some": ("temperature", (0.4, 0.8, 1.6)),
+}
+SWEEP: dict[str, tuple[float, ...]] = {
+    "capacity_factor": (1.0, 1.5, 2.0),
+    "epsilon": (0.01, 0.02, 0.1, 0.2),
+    "iterations": (1, 10, 30),
+    "repulsion_weight": (0.0, 0.1, 2.0),
+    "entropy_weight": (0.0, 0.01, 0.1),
+}
+SIZES: dict[str, Design] = {
+    "S": {"d_model": 128, "d_ff": 256, "heads": 4},
+    "M": {"d_model": 256, "d_ff": 512, "heads": 8},
+    "L": {"d_model": 384, "d_ff": 768, "heads": 12},
+}
+VARIANTS: dict[str, Design] = {  # hash against top2
+    "top2": {"router": "top2"},
+    "hash": {"router": "hash"},
+    "hash_previous": {"router": "hash", "router_options": {"of": "previous"}},
+    "hash_random": {"router": "hash", "router_options": {"of": "occurrence"}},
+    "top2_token": {"router": "top2", "router_options": {"reads": "embedding"}},
+}
+
+
+def text(side: str) -> Design:
+    held_out = {name: f"{TEXT}/{side}/{name}.jsonl.gz" for name in DOMAINS}
+    return {
+        "domains": {name: f"{TEXT}/train/{name}.jsonl.gz" for name in DOMAINS},
+        "validation": held_out if side == "tune" else {**held_out, **UNSEEN},
+    }
+
+
+def base(side: str = "test", steps: int = STEPS, vocabulary: str = "bpe") -> Design:
+    """What all arms of a study share; `side` holds the documents that are evaluated."""
+    size = 8192 if vocabulary == "bpe" else 260
+    return {
+        "model": {
+            **{"vocabulary": size, "d_model": 128, "layers": 6, "heads": 4, "d_ff": 256, "experts": 16},
+            **{"max_positions": 256, "qk_norm": False},
+        },
+        "data": {"vocabulary": vocabulary, **text(side)},
+        "train": {
+            **{"steps": steps, "batch_size": 32, "sequence_length": 256, "warmup": max(steps // 10, 1)},
+            **{"learning_rate": RATE, "final_learning_rate": RATE / 10, "dtype": "bfloat16"},
+            **{"evaluate_every": max(steps // 10, 1), "evaluation_rows": 126},
+            "checkpoint_every": max(steps // 4, 1),
+        },
+    }
+
+
+def rate(value: float) -> Design:
+    return {"learning_rate": value, "final_learning_rate": value / 10}
+
+
+def arm(router: str, tuned: Design, options: Design | None = None, **model: Any) -> Design:
+    """Return an arm with the router's tuned values, `options` over them."""
+    best = dict(tuned.get(router, {}))
+    train = rate(best.pop("learning_rate", RATE))
+    chosen = {**best, **(options or {})}
+    shape = {"router": router, **ROUTERS[router], **model}
+    return {"model": {**shape, "router_options": chosen} if chosen else shape, "train": train}
+
+
+def tuning_rate() -> Design:
+    arms = {
+        f"{router} learning_rate={value:g}": {**arm(router, {}), "train": rate(value)}
+        for router in ROUTERS
+        for value in sorted([*RATES, *(() if router in OPTIONS else MORE_RATES)])
+    }
+    return study(f"top2 learning_rate={RATE:g}", TUNING_SEEDS, arms, base("tune", TUNING_STEPS))
+
+
+def tuning_option(rates: dict[str, float], more: dict[str, float]) -> Design:
+    """Each router's option at its best learning rate; `more` are rates beyond the edges that won.
+
+    The default, in the middle of the grid, was trained when the learning rate was tuned.
+    """
+    best = {router: {"learning_rate": value} for router, value in rates.items()}
+    arms = {
+        f"{router} {option}={value:g}": arm(router, best, {option: value})
+        for router, (option, values) in OPTIONS.items()
+        for value in values
+        if value != values[1]
+    }
+    arms |= {
+        f"{router} learning_rate={value:g}": {**arm(router, {}), "train": rate(value)}
+        for router, value in more.items()
+    }
+    return study("top2 balance=0.003", TUNING_SEEDS, arms, base("tune", TUNING_STEPS))
+
+
+def main_study(tuned: Design) -> Design:
+    return study("top2", SEEDS, {router: arm(router, tuned) for router in ROUTERS}, base())
+
+
+def ablation(tuned: Design) -> Design:
+    from moescope.decoder.routers import ROUTERS as CLASSES
+
+    arms = {
+        f"spectra{part}": {**arm("spectra", tuned, changes.get("router_options")), "question": "ablation"}
+        for part, changes in CLASSES["spectra"].variants.items()
+    }
+    arms["top2"] = arm("top2", tuned)
+    arms["top2_flops"] = arm("top2", tuned, d_ff=equal_width(tuned))
+    return {**study("top2", SEEDS, arms, base()), "references": {"ablation": "spectra"}}
+
+
+def equal_width(tuned: Design) -> int:
+    """Return the expert width at which top2 has the FLOPs per token of spectra, to a multiple of 8."""
+    from moescope.lab.config import config_from, preset_config
+    from moescope.lab.study_task import costs
+
+    def flops(design: Design) -> int:
+        shared = base()
+        model = {**shared["model"], **design["model"]}
+        config = config_from({"model": model, "train": shared["train"]}, preset_config("nano"))
+        return costs(config)["flops_per_token"]
+
+    target = flops(arm("spectra", tuned))
+    return min(range(256, 2049, 8), key=lambda width: abs(flops(arm("top2", tuned, d_ff=width)) - target))
+
+
+def sweep(tuned: Design) -> Design:
+    arms = {
+        f"spectra {option}={value:g}": {
+            **arm("spectra", tuned, {option: value}),
+            **{"question": "sweep", "axes": {option: value}},
+        }
+        for option, values in SWEEP.items()
+        for value in values
+    }
+    arms["spectra"] = {**arm("spectra", tuned), "question": "sweep"}
+    return study("spectra", 3, arms, base())
+
+
+def scaling_experts(tuned: Design) -> Design:
+    arms = {
+        f"{router} experts={number}": {
+            **arm(router, tuned, experts=number),
+            **{"question": "scaling", "axes": {"router": router, "experts": number}},
+        }
+        for router in ("top2", "spectra")
+        for number in (4, 8, 16, 32, 64)
+    }
+    return study("top2 experts=16", 5, arms, base())
+
+
+def scaling_size(tuned: Design) -> Design:
+    arms = {
+        f"{router} {size}": {
+            **arm(router, tuned, **model),
+            **{"question": "scaling", "axes": {"router": router, "size": size}},
+        }
+        for router in ("dense", "top2", "spectra")
+        for size, model in SIZES.items()
+    }
+    return study("top2 S", 5, arms, base())
+
+
+def hash_study(vocabulary: str, tuned: Design) -> Design:
+    """Hash against top2, and what explains the difference: tables, what is hashed, what the router reads."""
+    arms: dict[str, Design] = {}
+    for times, suffix, question in ((1, "", "main"), (4, " x4", "scaling")):
+        for name, model in VARIANTS.items():
+            options = model.get("router_options")
+            one = arm(model["router"], tuned, options)
+            train = {**one["train"], "steps": times * STEPS, "warmup": times * STEPS // 10}
+            arms[f"{name}{suffix}"] = {"model": one["model"], "train": train, "question": question}
+    design = study("top2", SEEDS, arms, base(vocabulary=vocabulary))
+    return {**design, "references": {"scaling": "top2 x4"}}
+
+
+def study(reference: str, seeds: int | list[int], arms: dict[str, Design], shared: Design) -> Design:
+    return {"reference": reference, "seeds": seeds, "keep": "none", "base": shared, "arms": arms}
+
+
+def designs(tuned: Design) -> dict[str, Design]:
+    """Return every study by name, with the winners of the tuning as far as they are known."""
+    return {
+        "tuning_rate": tuning_rate(),
+        "tuning_option": tuning_option(tuned.get("rates", {}), tuned.get("more", {})),
+        "main": main_study(tuned.get("best", {})),
+        "ablation": ablation(tuned.get("best", {})),
+        "sweep": sweep(tuned.get("best", {})),
+        "scaling_experts": scaling_experts(tuned.get("best", {})),
+        "scaling_size": scaling_size(tuned.get("best", {})),
+        "hash_bytes": hash_study("bytes", tuned.get("best", {})),
+        "hash_bpe": hash_study("bpe", tuned.get("best", {})),
+    }
+
+
+def read_tuned(path: Path = TUNED) -> Design:
+    found: Design = json.loads(path.read_text()) if path.exists() else {}
+    return found
+
+
+# --- TOML
+
+
+def toml(design: Design) -> str:
+    """Return a study as TOML: tables two levels deep, everything below inline."""
+    lines = [f"{key} = {inline(value)}" for key, value in design.items() if key not in ("base", "arms")]
+    for part, table in design["base"].items():
+        lines += ["", f"[base.{part}]", *(f"{key} = {inline(value)}" for key, value in table.items())]
+    for name, table in design["arms"].items():
+        title = name if name.replace("_", "").isalnum() else json.dumps(name)
+        lines += ["", f"[arms.{title}]", *(f"{key} = {inline(value)}" for key, value in table.items())]
+    return "\n".join(lines) + "\n"
+
+
+def inline(value: Any) -> str:
+    if isinstance(value, dict):
+        return "{ " + ", ".join(f"{quoted(key)} = {inline(one)}" for key, one in value.items()) + " }"
+    return json.dumps(value)  # numbers, texts, booleans and lists are written alike
+
+
+def quoted(key: str) -> str:
+    return key if key.replace("_", "").isalnum() else json.dumps(key)
+
+
+# --- smoke
+
+
+def shrink(design: Design) -> Design:
+    """Return the study at nano size: two seeds, few steps, the embedded corpus."""
+    vocabulary = design["base"]["data"]["vocabulary"]
+    model = {"d_model": 32, "layers": 2, "heads": 2, "d_ff": 32, "max_positions": 64, "qk_norm": False}
+    model |= {"vocabulary": 512 if vocabulary == "bpe" else 260, "experts": 8}
+    train = {"steps": 30, "batch_size": 8, "sequence_length": 64, "warmup": 3, "learning_rate": 0.02}
+    train |= {
+        "final_learning_rate": 0.002,
+        "evaluate_every": 5,
+        "checkpoint_every": 10,
+        "evaluation_rows": 10,
+    }
+    arms = {}
+    for name, table in design["arms"].items():
+        changed = {key: value for key, value in table["model"].items() if key not in ("d_ff", "heads")}
+        changed |= {"d_model": table["model"]["d_model"] // 4} if "d_model" in table["model"] else {}
+        times = table.get("train", {}).get("steps", STEPS) // STEPS
+        steps = {"steps": times * 30} if times > 1 else {}
+        rates = {"learning_rate": 10 * table["train"]["learning_rate"]} if "tune" in name else {}
+        arms[name] = {**table, "model": changed, "train": {**steps, **rates}}
+    data = {"vocabulary": vocabulary, "max_bytes": 400_000}
+    small = {"model": model, "data": data, "train": train}
+    return {**design, "seeds": 2, "base": small, "arms": arms}
+
+
+if __name__ == "__main__":
+    for name, design in designs(read_tuned()).items():
+        file = FOLDER / name / "study.toml"
+        file.parent.mkdir(exist_ok=True)
+        file.write_text(toml(design))

@@ -1,0 +1,282 @@
+"""Run studies of this folder in shards, store their results, and pick the winners of the tuning.
+
+    python studies/run.py main --jobs 12 --device cuda --seconds 480
+    python studies/run.py --smoke        # every study at nano size on the embedded corpus
+
+A shard ends after --seconds. The next one continues from the tables in studies/NAME/run: trainings that are
+in them are not repeated, those that were interrupted start again. No checkpoint is stored.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+
+sys.path.insert(0, str(Path(__file__).parent))
+import designs
+
+from moescope.lab.study import TASK_TABLES, VERB, current_tables
+from moescope.lab.study_config import read_study
+from moescope.lab.tables import TABLES
+from moescope.run import RunWriter, read_run_json, write_json, write_table
+from moescope.storage import without_absolute_paths
+from moescope.tables import read_parquet
+
+MARGIN = 20  # seconds for running trainings to stop
+WORK = "import json, sys, moescope; moescope.study(**json.loads(sys.argv[1]))"
+KEYS = ["study", "question", "arm", "seed", "status", "metric", "layer", "domain", "value", "chance"]
+
+
+def run_study(name: str, store: Path, work: Path, seconds: float, jobs: int, device: str) -> bool:
+    """Run one study for at most that long, from what is stored; return whether it is done."""
+    file, folder = store / name / "study.toml", work / name
+    if not (folder / "run.json").exists() and (store / name / "run" / "run.json").exists():
+        unpack(store / name / "run", folder, file)
+    before = len(finished(store / name / "run"))
+    began, started = time.perf_counter(), time.strftime("%Y-%m-%d %H:%M:%S", time.gmtime())
+    options = {"config": str(file), "out": str(folder), "jobs": jobs, "device": device, "quiet": True}
+    process = subprocess.Popen([sys.executable, "-c", WORK, json.dumps(options)])
+    try:
+        process.wait(max(seconds, 1))
+    except subprocess.TimeoutExpired:
+        process.send_signal(signal.SIGINT)
+        try:
+            process.wait(MARGIN)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+    spent = time.perf_counter() - began
+    if not (folder / "run.json").exists():
+        return False
+    pack(name, folder, store / name)
+    done = len(finished(store / name / "run"))
+    shard = {"started": started, "seconds": round(spent, 1), "trainings": done - before, "jobs": jobs}
+    describe(store / name, {**shard, "device": device_name(device)})
+    print(f"{name}: {done} trainings, {done - before} in this shard, {spent:.0f} s", flush=True)
+    return (read_run_json(folder) or {}).get("status") == "done"
+
+
+def finished(run: Path) -> set[tuple[str, int]]:
+    file = run / "study_runs.parquet"
+    if not file.exists():
+        return set()
+    runs = read_parquet(str(file), TABLES["study_runs"])
+    runs = runs[runs["status"] != "not run"]
+    return set(zip(runs["arm"], runs["seed"], strict=True))
+
+
+def pack(name: str, folder: Path, target: Path) -> None:
+    """Store run.json and the tables of a run folder, and write results.parquet."""
+    run, info = target / "run", read_run_json(folder) or {}
+    run.mkdir(parents=True, exist_ok=True)
+    if info.get("status") != "done":  # it may have been stopped while it wrote its tables
+        for table, frame in current_tables(
+            RunWriter(folder, VERB, info), read_study(target / "study.toml")
+        ).items():
+            write_table(TABLES[table], frame, folder / f"{table}.parquet")
+    for table in TABLES:
+        if (folder / f"{table}.parquet").exists():
+            shutil.copy(folder / f"{table}.parquet", run)
+    write_json(run / "run.json", {**without_absolute_paths(info), "anonymous": True})
+    results(name, run).to_parquet(target / "results.parquet", compression="zstd", index=False)
+
+
+def unpack(run: Path, folder: Path, study: Path) -> None:
+    """Make a run folder that `moescope study` continues: one task per stored training."""
+    info = read_run_json(run) or {}
+    if info.get("status") == "done":
+        shutil.copytree(run, folder)
+        return
+    folder.mkdir(parents=True)
+    write_json(folder / "run.json", info)
+    arms = {arm.name: arm for arm in read_study(study).arms}
+    tables = {
+        name: read_parquet(str(run / f"{name}.parquet"), TABLES[name])
+        for name in TASK_TABLES
+        if (run / f"{name}.parquet").exists()
+    }
+    for arm, seed in sorted(finished(run)):
+        task = folder / "parts" / arms[arm].training_name(seed)
+        task.mkdir(parents=True)
+        for name, frame in tables.items():
+            rows = frame[(frame["arm"] == arm) & (frame["seed"] == seed)]
+            if len(rows):
+                write_table(TABLES[name], rows, task / f"{name}.parquet")
+        write_json(task / "setup.json", {"arm": arm, "seed": int(seed)})
+
+
+def describe(target: Path, shard: dict[str, Any]) -> None:
+    """Add a shard to environment.json."""
+    info = read_run_json(target / "run") or {}
+    file = target / "environment.json"
+    shards = [*(json.loads(file.read_text())["shards"] if file.exists() else []), shard]
+    facts = {key: info.get(key) for key in ("status", "versions", "machine", "package_commit", "corpus")}
+    study = f"moescope study studies/{target.name}/study.toml --jobs {shard['jobs']}"
+    wall = round(sum(one["seconds"] for one in shards), 1)
+    write_json(file, {"command": study, **facts, "wall_seconds": wall, "shards": shards})
+
+
+def device_name(device: str) -> str:
+    import torch
+
+    return torch.cuda.get_device_name() if device.startswith("cuda") else "cpu"
+
+
+def results(study: str, run: Path) -> pd.DataFrame:
+    """Return every number of a study as one long table: what claims are made from."""
+    runs = read_parquet(str(run / "study_runs.parquet"), TABLES["study_runs"])
+    asked = runs[["arm", "seed", "question", "status"]]
+    numbers = [
+        name for name, kind in runs.dtypes.items() if pd.api.types.is_numeric_dtype(kind) and name != "seed"
+    ]
+    parts = [
+        runs.melt(["arm", "seed"], numbers, "metric", "value").assign(layer=None, domain="", chance=None)
+    ]
+    for name in ("load_cv", "routing_entropy"):
+        if f"{name}_chance" in runs:
+            at = parts[0]["metric"] == name
+            parts[0].loc[at, "chance"] = runs[f"{name}_chance"].to_numpy()
+    if (run / "study_documents.parquet").exists():
+        parts.append(domain_losses(read_parquet(str(run / "study_documents.parquet"))))
+    if (run / "study_layers.parquet").exists():
+        parts.append(read_parquet(str(run / "study_layers.parquet")))
+    joined = pd.concat([part.astype(object) for part in parts if len(part)], ignore_index=True)
+    joined = joined.merge(asked, on=["arm", "seed"]).assign(study=study)
+    joined = joined[joined["value"].notna()][KEYS]
+    types = {"seed": "int64", "layer": "Int64", "value": "float64", "chance": "float64"}
+    return joined.astype(types).sort_values(["arm", "seed", "metric", "domain", "layer"], ignore_index=True)
+
+
+def domain_losses(documents: pd.DataFrame) -> pd.DataFrame:
+    documents = documents.assign(nats=documents["tokens"] * documents["loss"])
+    sums = documents.groupby(["arm", "seed", "domain"], as_index=False)[["nats", "tokens", "bytes"]].sum()
+    sums["validation_loss"] = sums["nats"] / sums["tokens"]
+    sums["bits_per_byte"] = sums["nats"] / np.log(2) / sums["bytes"].clip(lower=1)
+    rows = sums.melt(["arm", "seed", "domain"], ["validation_loss", "bits_per_byte"], "metric", "value")
+    return rows.assign(layer=None, chance=None)
+
+
+# --- tuning
+
+
+def mean_losses(store: Path, name: str) -> dict[str, dict[str, dict[float, float]]]:
+    """Return router -> option -> value -> mean loss over the seeds; a value that failed once is infinite."""
+    runs = read_parquet(str(store / name / "run" / "study_runs.parquet"), TABLES["study_runs"])
+    found: dict[str, dict[str, dict[float, float]]] = {}
+    for arm, rows in runs.groupby("arm"):
+        router, _, setting = str(arm).partition(" ")
+        option, _, value = setting.partition("=")
+        losses = rows["validation_loss"].astype(float)
+        mean = float(losses.mean()) if losses.notna().all() else float("inf")
+        found.setdefault(router, {}).setdefault(option, {})[float(value)] = mean
+    return found
+
+
+def pick(losses: dict[float, float]) -> float:
+    return min(losses, key=lambda value: losses[value])
+
+
+def beyond_edge(losses: dict[float, float]) -> float | None:
+    """Return the next value of the grid if its first or last one won."""
+    values = sorted(losses)
+    best = pick(losses)
+    if best == values[0]:
+        return best / 2
+    return best * 2 if best == values[-1] else None
+
+
+def after_rates(store: Path, _: dict[str, Any]) -> dict[str, Any]:
+    """Return the best learning rates, and the rates beyond the edges that won, which the next stage tries."""
+    losses = {router: found["learning_rate"] for router, found in mean_losses(store, "tuning_rate").items()}
+    rates = {router: pick(found) for router, found in losses.items()}
+    more = {router: value for router, found in losses.items() if (value := beyond_edge(found)) is not None}
+    best = {router: {"learning_rate": value} for router, value in rates.items()}
+    return {"rates": rates, "more": more, "best": best}
+
+
+def after_options(store: Path, tuned: dict[str, Any]) -> dict[str, Any]:
+    """Return every router's best learning rate and option."""
+    rates, options = mean_losses(store, "tuning_rate"), mean_losses(store, "tuning_option")
+    best = {}
+    for router in designs.ROUTERS:
+        more = options.get(router, {})
+        best[router] = {
+            "learning_rate": pick({**rates[router]["learning_rate"], **more.get("learning_rate", {})})
+        }
+        if router in designs.OPTIONS:
+            option, values = designs.OPTIONS[router]
+            default = rates[router]["learning_rate"][tuned["rates"][router]]
+            best[router][option] = pick({**more[option], values[1]: default})
+    return {**tuned, "best": best}
+
+
+def write_designs(store: Path, tuned: dict[str, Any]) -> None:
+    """Write tuned.json and the files of all studies that have no results yet."""
+    write_json(store / "tuned.json", tuned)
+    for name, design in designs.designs(tuned).items():
+        if not (store / name / "results.parquet").exists():
+            (store / name).mkdir(parents=True, exist_ok=True)
+            (store / name / "study.toml").write_text(designs.toml(design))
+
+
+AFTER = {"tuning_rate": after_rates, "tuning_option": after_options}
+
+
+# --- smoke
+
+
+def write_smoke(store: Path, names: list[str]) -> list[str]:
+    everything = designs.designs({})
+    names = names or list(everything)
+    for name in names:
+        (store / name).mkdir(parents=True, exist_ok=True)
+        (store / name / "study.toml").write_text(designs.toml(designs.shrink(everything[name])))
+    return names
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("studies", nargs="*", help=f"of {', '.join(designs.designs({}))}; all with --smoke")
+    parser.add_argument("--store", type=Path, default=designs.FOLDER, help="folder of study.toml and results")
+    parser.add_argument("--work", type=Path, help="folder of the trainings, removed at the end by default")
+    parser.add_argument("--seconds", type=float, default=10**6)
+    parser.add_argument("--jobs", type=int, default=2)
+    parser.add_argument("--device", default="auto")
+    parser.add_argument("--smoke", action="store_true")
+    given = parser.parse_args()
+    end = time.perf_counter() + given.seconds
+    work = given.work or Path(tempfile.mkdtemp(prefix="studies-"))
+    store, names = given.store, given.studies
+    tuned = designs.read_tuned(store / "tuned.json")
+    if given.smoke:
+        store = work / "store"
+        names = write_smoke(store, names)
+    try:
+        for name in names:
+            left = end - time.perf_counter()
+            if left < MARGIN or not run_study(name, store, work, left, given.jobs, given.device):
+                print(f"{name}: not finished", flush=True)
+                sys.exit(1 if given.smoke else 0)
+            if name in AFTER:
+                tuned = AFTER[name](store, tuned)
+                print(json.dumps(tuned), flush=True)
+                if not given.smoke:
+                    write_designs(store, tuned)
+    finally:
+        if given.work is None:
+            shutil.rmtree(work, ignore_errors=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,125 @@
+"""Routing of held-out documents: loads and metrics recomputed token by token, outputs expert by expert."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from decoder.tiny_lab import TINY, tiny, trained
+from moescope.decoder.model import LabModel
+from moescope.decoder.vocabulary import Bytes
+from moescope.lab.evaluation import DocumentSample
+from moescope.lab.study_routing import measure_routing, output_orthogonality
+
+TEXTS = {
+    "a": ["a document", "x" * 31 + "and a longer one " * 5],
+    "b": ["1 + 2 = 3\n" * 9],
+    "new": ["zz top " * 8],
+}
+
+
+def model_of(router: str) -> LabModel:
+    return trained(tiny(router, vocabulary=258))
+
+
+def test_loads_and_metrics_are_those_of_every_window_read_alone():
+    model = model_of("top2")
+    sample = DocumentSample.of(TEXTS, Bytes(), 16)
+    layers, loads = measure_routing(model, sample, ("a", "b"), 3, "cpu", "float32")
+    counts = {domain: np.zeros((TINY.layers, TINY.experts)) for domain in TEXTS}
+    sets: list[set[int]] = []
+    for window in sample.windows:
+        domain = sample.domains[window.document]
+        ids = torch.from_numpy(window.tokens[:-1])[None]
+
+        def consume(routing, domain=domain):
+            for chosen in routing.chosen_TK.tolist():
+                counts[domain][routing.layer][chosen] += 1
+                if routing.layer == 0 and domain != "new":
+                    sets.append(set(chosen))
+
+        with torch.no_grad():
+            model.eval()(ids, consume=consume)
+    for domain, of_layers in counts.items():
+        for layer, of_experts in enumerate(of_layers):
+            rows = loads[(loads["domain"] == domain) & (loads["layer"] == layer)].sort_values("expert")
+            assert rows["tokens"].tolist() == of_experts.tolist()
+    found = layers[(layers["layer"] == 0) & (layers["domain"] == "")].set_index("metric")["value"]
+    load = counts["a"][0] + counts["b"][0]
+    assert found["cv"] == pytest.approx(load.std() / load.mean())
+    assert found["max_violation"] == pytest.approx(load.max() / load.mean() - 1)
+    assert found["min_over_mean"] == pytest.approx(load.min() / load.mean())
+    weighted, weights = 0.0, 0.0
+    for i in range(TINY.experts):
+        for j in range(i):
+            one, other = ({at for at, chosen in enumerate(sets) if e in chosen} for e in (i, j))
+            weight = len(one) * len(other)
+            weighted += weight * len(one & other) / max(len(one | other), 1)
+            weights += weight
+    assert found["expert_overlap"] == pytest.approx(weighted / weights)
+
+
+def test_entropy_is_given_by_domain_also_where_nothing_was_trained_on():
+    model = model_of("top2")
+    sample = DocumentSample.of(TEXTS, Bytes(), 16)
+    layers, _ = measure_routing(model, sample, ("a", "b"), 4, "cpu", "float32")
+    rows = layers[layers["metric"] == "routing_entropy"].pivot(
+        index="layer", columns="domain", values="value"
+    )
+    tokens = {
+        domain: sum(len(w.tokens) - 1 for w in sample.windows if sample.domains[w.document] == domain)
+        for domain in TEXTS
+    }
+    mean = (rows["a"] * tokens["a"] + rows["b"] * tokens["b"]) / (tokens["a"] + tokens["b"])
+    assert rows[""].to_numpy() == pytest.approx(mean.to_numpy(), rel=1e-5)
+    assert (rows["new"] > 0).all()
+
+
+def test_nothing_is_reported_where_nothing_is_routed():
+    layers, loads = measure_routing(
+        model_of("dense"), DocumentSample.of(TEXTS, Bytes(), 16), ("a",), 4, "cpu", "float32"
+    )
+    assert len(layers) == len(loads) == 0
+
+
+def test_a_router_without_probabilities_has_loads_and_no_entropy():
+    layers, loads = measure_routing(
+        model_of("hash"), DocumentSample.of(TEXTS, Bytes(), 16), ("a", "b"), 4, "cpu", "float32"
+    )
+    values = layers.groupby("metric")["value"]
+    assert values.get_group("routing_entropy").isna().all()
+    assert "gram_orthogonality" not in values.groups
+    assert values.get_group("output_orthogonality").between(0, 1).all()
+    assert loads["tokens"].sum() > 0
+
+
+def test_output_orthogonality_by_hand():
+    block = model_of("top2").eval().blocks[1].mlp
+    x = torch.randn(7, TINY.d_model, generator=torch.Generator().manual_seed(0))
+    gate_up, down = block.experts.gate_up.detach(), block.experts.down.detach()
+    outputs = []
+    for expert in range(TINY.experts):
+        gate, up = (x @ gate_up[expert].T).chunk(2, dim=1)
+        outputs.append((gate * torch.sigmoid(gate) * up @ down[expert].T).double().numpy())
+    squares = 0.0
+    for i in range(TINY.experts):
+        for j in range(TINY.experts):
+            if i != j:
+                cosines = [
+                    a @ b / np.linalg.norm(a) / np.linalg.norm(b)
+                    for a, b in zip(outputs[i], outputs[j], strict=True)
+                ]
+                squares += np.mean(np.square(cosines))
+    with torch.no_grad():
+        found = output_orthogonality(block, x)
+    assert found == pytest.approx(1 - np.sqrt(squares) / (TINY.experts * np.sqrt(2)), abs=1e-5)
+
+
+def test_equal_experts_score_what_equal_rows_score():
+    block = model_of("top2").eval().blocks[0].mlp
+    with torch.no_grad():
+        for weight in block.experts.parameters():
+            weight.copy_(weight[:1].expand_as(weight).clone())
+        found = output_orthogonality(block, torch.randn(5, TINY.d_model))
+    assert found == pytest.approx(1 - np.sqrt(7 / 16))
