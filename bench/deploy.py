@@ -5,14 +5,17 @@ Also the ratio to a plain Python replay of LRU, LFU and Belady's rule at the sam
     python bench/deploy.py                       # 1 million tokens x 48 layers, 128 experts, top 8
     python bench/deploy.py --tokens 50000 --layers 12
 
-Tokens repeat half of the previous token's experts, the rest is drawn by popularity, as in real traces.
+Every second token repeats the experts of the one before, which are drawn by popularity. Memory is that of all
+processes together, pages that they share counted once (PSS, Linux).
 """
 
 from __future__ import annotations
 
 import argparse
 import resource
+import threading
 import time
+from pathlib import Path
 
 import numpy as np
 
@@ -24,6 +27,7 @@ from moescope.deployment.residency import residency_table
 from moescope.deployment.tokens import TokenTrace, split_tokens
 
 PLAIN_CHOICES = 200_000  # replayed one after the other in plain Python
+SAMPLE_SECONDS = 0.2  # between two readings of memory
 
 
 def made_trace(tokens: int, layers: int, n: int, k: int, seed: int = 0) -> TokenTrace:
@@ -82,6 +86,42 @@ def used_seconds() -> float:
     return sum(one.ru_utime + one.ru_stime for one in times)
 
 
+def used_bytes() -> int:
+    """Memory of this process and its workers, each shared page counted once.
+
+    A worker's `ru_maxrss` would not do: it includes the memory of this process, which started it.
+    """
+    own = Path("/proc/self")
+    found, command = 0, (own / "cmdline").read_bytes()
+    workers = [number for task in own.glob("task/*/children") for number in task.read_text().split()]
+    for process in [own, *(Path("/proc") / number for number in workers)]:
+        try:
+            if process == own or (process / "cmdline").read_bytes() != command:
+                lines = (process / "smaps_rollup").read_text().splitlines()
+                found += sum(int(line.split()[1]) * 1024 for line in lines if line.startswith("Pss:"))
+        except OSError:  # it has ended
+            continue
+    return found
+
+
+class PeakMemory(threading.Thread):
+    """Reads the memory in use again and again; `bytes` is the most so far."""
+
+    def __init__(self) -> None:
+        super().__init__(daemon=True)
+        self.bytes, self.stop = 0, threading.Event()
+
+    def run(self) -> None:
+        ended = False
+        while not ended:
+            self.bytes = max(self.bytes, used_bytes())
+            ended = self.stop.wait(SAMPLE_SECONDS)
+
+
+def line(name: str, wall: float, seconds: float, memory: float) -> str:
+    return f"{name:10} {wall:8.1f} s, {seconds:.1f} s of CPU time, at most {memory:.2f} GB"
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -102,18 +142,17 @@ def main() -> None:
         "placement": lambda: placement_table(trace, splits, Cluster(8, 1, 16, 256), 0, silent, given.jobs),
         "coverage": lambda: coverage_tables(trace, 64, 0, silent),
     }
-    seconds, wall = {}, {}
+    seconds, wall, memory = {}, {}, {}
     for name, make in tables.items():
-        start, begun = used_seconds(), time.perf_counter()
+        start, begun, peak = used_seconds(), time.perf_counter(), PeakMemory()
+        peak.start()
         make()
+        peak.stop.set()
+        peak.join()
         seconds[name], wall[name] = used_seconds() - start, time.perf_counter() - begun
-        print(f"{name:10} {wall[name]:8.1f} s, {seconds[name]:.1f} s of CPU time", flush=True)
-    own, children = (
-        resource.getrusage(who).ru_maxrss / 2**20 for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)
-    )
-    peak = own + (children * given.jobs if given.jobs > 1 else 0)
-    total = f"{sum(wall.values()):8.1f} s, {sum(seconds.values()):.1f} s of CPU time"
-    print(f"{'all':10} {total}, at most {peak:.2f} GB")
+        memory[name] = peak.bytes / 1e9
+        print(line(name, wall[name], seconds[name], memory[name]), flush=True)
+    print(line("all", sum(wall.values()), sum(seconds.values()), max(memory.values())))
     sequence = trace.chosen_LTK[0].reshape(-1)[:PLAIN_CHOICES].tolist()
     plain = sum(plain_seconds(sequence, size) for size in slots)
     own = own_seconds(trace.chosen_LTK[0], given.experts, max(slots))

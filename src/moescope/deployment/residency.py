@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     import pandas as pd
 
 POLICIES = ("static", "static_in_sample", "lru", "lru_split", "lfu", "belady")
-CHOICES_AT_ONCE = 2**24  # of all layers that are replayed together: bounds memory, 60 bytes per choice
+CHOICES_AT_ONCE = 2**23  # of all layers that are replayed together: bounds memory, 90 bytes per choice
 
 
 class Replayed(NamedTuple):
