@@ -2,17 +2,21 @@
 
 While layer l runs, its inputs are in one file and its outputs go to the other. When all batches are written,
 a manifest that names the file and the next layer takes the place of the last one, so a killed run continues
-at the layer that it had reached.
+at the layer that it had reached. The manifest holds the file's checksum: if the file has changed since, all
+layers run again.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import math
 import operator
 import os
+import zlib
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from io import BytesIO
 from pathlib import Path
@@ -68,10 +72,12 @@ class FileStates:
         self.written: dict[int, Any] = {}  # the same of the file that is written
         self.end = 0
         self.digests: list[str] = []  # of what each part has collected
+        self.checksum = 0  # CRC-32 of the file that is written
+        self.checker = ThreadPoolExecutor(1)  # a checksum takes a third of the time of writing
         with writing(folder):
             folder.mkdir(parents=True, exist_ok=True)
             manifest = read_manifest(folder)
-            if manifest.get("key") == key:
+            if manifest.get("key") == key and self.is_unchanged(manifest):
                 with reading(folder):
                     self.part = operator.index(manifest["part"])
                     if self.part < 0:
@@ -81,6 +87,21 @@ class FileStates:
             else:
                 for file in sorted(folder.iterdir()):
                     remove(file)
+
+    def is_unchanged(self, manifest: dict[str, Any]) -> bool:
+        """Return whether the file that would be read is the one that was written; if not, say so."""
+        part, digests, stored = (manifest.get(name) for name in ("part", "digests", "checksum"))
+        if not isinstance(digests, list) or part != len(digests) or stored is None:
+            return True  # a damaged manifest, which is an error later, or a part without hidden states
+        file, checksum = self.file(part), 0
+        with suppress(OSError), file.open("rb", buffering=0) as content:
+            while chunk := content.read(2**24):
+                checksum = zlib.crc32(chunk, checksum)
+        if checksum != stored:
+            logging.getLogger("moescope").warning(
+                f"moescope: {file} has changed since it was written; its pass over the text starts again"
+            )
+        return bool(checksum == stored)
 
     def file(self, part: int) -> Path:
         """Return the file with the inputs of a part."""
@@ -117,10 +138,11 @@ class FileStates:
         if isinstance(value, Tensor):
             data = value.detach().cpu().contiguous()
             raw = memoryview(data.reshape(-1).view(torch.uint8).numpy())  # type: ignore[arg-type]
-            start = self.end
+            start, checksum = self.end, self.checker.submit(zlib.crc32, raw, self.checksum)
             while raw:
                 count = os.pwrite(descriptor, raw[: 2**30], self.end)
                 raw, self.end = raw[count:], self.end + count
+            self.checksum = checksum.result()
             return {"tensor": [start, list(data.shape), str(data.dtype).removeprefix("torch.")]}
         if isinstance(value, dict):
             return {"dict": {name: self.pack(part, descriptor) for name, part in value.items()}}
@@ -146,11 +168,17 @@ class FileStates:
         with atomic_file(self.record_file(self.part), REMEDY) as partial, writing(partial):
             torch.save(record, partial)
             digests = [*self.digests, hashlib.sha256(partial.read_bytes()).hexdigest()]
-        manifest = {"key": self.key, "part": self.part + 1, "places": self.written, "digests": digests}
+        manifest = {
+            "key": self.key,
+            "part": self.part + 1,
+            "places": self.written,
+            "checksum": self.checksum if self.written else None,
+            "digests": digests,
+        }
         with atomic_file(self.folder / MANIFEST, REMEDY) as partial:
             partial.write_text(json.dumps(manifest))
         self.part, self.places, self.written, self.end = self.part + 1, self.written, {}, 0
-        self.digests = digests
+        self.digests, self.checksum = digests, 0
 
     def record_file(self, part: int) -> Path:
         return self.folder / f"part-{part:05d}.pt"
@@ -165,6 +193,7 @@ class FileStates:
             yield record
 
     def remove(self) -> None:
+        self.checker.shutdown()
         if self.folder.exists():
             remove(self.folder)
 
