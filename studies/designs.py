@@ -24,6 +24,7 @@ RATES = (1e-3, 2e-3, 4e-3)
 MORE_RATES = (5e-4, 8e-3)  # for routers without an option, so that all have equal budgets
 TUNING_SEEDS = [100, 101]  # of no other study
 TUNING_STEPS = 300
+UNTUNED_STEPS = 700
 STEPS = 1000  # of 8,192 tokens
 SEEDS = 10
 
@@ -138,6 +139,11 @@ def tuning_option(rates: dict[str, float], more: dict[str, float]) -> Design:
     return study("top2 balance=0.003", TUNING_SEEDS, arms, base("tune", TUNING_STEPS))
 
 
+def untuned() -> Design:
+    """All routers with their default options and one learning rate: what tuning is compared with."""
+    return study("top2", 5, {router: arm(router, {}) for router in ROUTERS}, base(steps=UNTUNED_STEPS))
+
+
 def main_study(tuned: Design) -> Design:
     return study("top2", SEEDS, {router: arm(router, tuned) for router in ROUTERS}, base())
 
@@ -165,8 +171,12 @@ def equal_width(tuned: Design) -> int:
         config = config_from({"model": model, "train": shared["train"]}, preset_config("nano"))
         return costs(config)["flops_per_token"]
 
-    target = flops(arm("spectra", tuned))
-    return min(range(256, 2049, 8), key=lambda width: abs(flops(arm("top2", tuned, d_ff=width)) - target))
+    target, narrow, wide = (
+        flops(one)
+        for one in (arm("spectra", tuned), arm("top2", tuned, d_ff=256), arm("top2", tuned, d_ff=512))
+    )
+    width = 256 + 256 * (target - narrow) / (wide - narrow)  # FLOPs are linear in the width
+    return 8 * round(width / 8)
 
 
 def sweep(tuned: Design) -> Design:
@@ -228,6 +238,7 @@ def designs(tuned: Design) -> dict[str, Design]:
     return {
         "tuning_rate": tuning_rate(),
         "tuning_option": tuning_option(tuned.get("rates", {}), tuned.get("more", {})),
+        "untuned": untuned(),
         "main": main_study(tuned.get("best", {})),
         "ablation": ablation(tuned.get("best", {})),
         "sweep": sweep(tuned.get("best", {})),

@@ -47,9 +47,10 @@ def run_study(name: str, store: Path, work: Path, seconds: float, jobs: int, dev
     began, started = time.perf_counter(), time.strftime("%Y-%m-%d %H:%M:%S", time.gmtime())
     options = {"config": str(file), "out": str(folder), "jobs": jobs, "device": device, "quiet": True}
     process = subprocess.Popen([sys.executable, "-c", WORK, json.dumps(options)])
-    try:
-        process.wait(max(seconds, 1))
-    except subprocess.TimeoutExpired:
+    stop = work / "stop"  # whoever creates this file ends the shard early
+    while process.poll() is None and time.perf_counter() - began < seconds and not stop.exists():
+        time.sleep(0.5)
+    if process.poll() is None:
         process.send_signal(signal.SIGINT)
         try:
             process.wait(MARGIN)
@@ -247,7 +248,7 @@ def write_smoke(store: Path, names: list[str]) -> list[str]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("studies", nargs="*", help=f"of {', '.join(designs.designs({}))}; all with --smoke")
+    parser.add_argument("studies", nargs="*", help="names of folders; all studies with --smoke")
     parser.add_argument("--store", type=Path, default=designs.FOLDER, help="folder of study.toml and results")
     parser.add_argument("--work", type=Path, help="folder of the trainings, removed at the end by default")
     parser.add_argument("--seconds", type=float, default=10**6)
