@@ -104,6 +104,7 @@ def test_a_training_with_adapters_ends_in_an_ordinary_checkpoint_and_an_adapter(
     experts = 4 if family == "mixtral" else 8
     per_expert = (width + 2 * inside) + (inside + width)  # gate and up in one matrix, and down
     assert run.info["parameters_trainable"] == layers * 2 * (experts * per_expert + experts + width)
+    assert run.info["parameters_total"] == sum(one.numel() for one in tiny(family).parameters())
     merged = AutoModelForCausalLM.from_pretrained(here / "run" / "model")
     adapted = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), here / "run" / "adapter")
     assert (merged(ids()).logits - adapted(ids()).logits).abs().max() < 1e-5

@@ -303,7 +303,8 @@ class ExistingJob:
 def existing_identity(name: str, config: ExistingConfig, corpus: Corpus) -> dict[str, Any]:
     """Return what makes two such trainings the same."""
     arguments = {**jsonable(asdict(config)), "model": {"base": open_checkpoint(name).name}}
-    return {"arguments": arguments, "checkpoints": [checkpoint_identity(name)], "corpus": corpus.identity}
+    # not as checkpoints: those of a finished training are its results
+    return {"arguments": arguments, "bases": [checkpoint_identity(name)], "corpus": corpus.identity}
 
 
 def settle_trained(name: str, config: ExistingConfig) -> ExistingConfig:
@@ -566,15 +567,15 @@ def model_facts(
     from moescope.decoder.routers import router_class
     from moescope.execution.adapters import find_blocks
 
-    blocks, weights = find_blocks(traced.model), list(traced.model.parameters())
+    blocks, weights = find_blocks(traced.model), list(traced.model.named_parameters())
     text = traced.config.get_text_config()
     top_k = replaced.model.top_k if replaced else getattr(text, "num_experts_per_tok", None) or 1
     kind = None if replaced is None else router_class(replaced.model.router)
     return {
         "device": job.device,
         "processes": job.ranks.world,
-        "parameters_total": sum(weight.numel() for weight in weights),
-        "parameters_trainable": sum(weight.numel() for weight in weights if weight.requires_grad),
+        "parameters_total": sum(weight.numel() for name, weight in weights if ".lora_" not in name),
+        "parameters_trainable": sum(weight.numel() for _, weight in weights if weight.requires_grad),
         "frozen": describe_trained(job.config.base, balanced),
         "model": {
             "router": job.config.base.router,

@@ -38,6 +38,7 @@ from moescope.verb import (
     all_rows,
 )
 
+SHOWN_TASKS = 5  # in the summary
 BASE_COLUMNS = (
     *("model", "domain", "documents", "tokens", "loss"),
     *("difference", "difference_low", "difference_high"),
@@ -88,7 +89,7 @@ def summary(run: Run) -> Summary:
     if len(behind):
         text = f"No better than the unigram baseline: {listed(list(behind))}."
         findings.append(Finding(text, figure="gain_by_domain"))
-    findings = [*base_findings(run), *findings, *status(run)]
+    findings = [*base_findings(run), *task_findings(run), *findings, *status(run)]
     if is_routed(run):
         chosen = run.info["router_facts"]["experts_choose"]
         findings += load_findings(run, ", by construction: experts choose tokens" if chosen else "")
@@ -118,6 +119,22 @@ def base_findings(run: Run) -> list[str]:
         if name != "trained":
             text += f"; the trained model is {compared(row, 'trained_minus')} than this control"
         findings.append(Finding(f"{text} (one training).", figure="base_losses"))
+    return findings
+
+
+def task_findings(run: Run) -> list[str]:
+    """Give the first metric of each of the first tasks, after training and before."""
+    if "task_results" not in run.tables:
+        return []
+    rows = run.table("task_results").drop_duplicates("task").head(SHOWN_TASKS)
+    findings = []
+    for row in rows.itertuples():
+        paired = row.difference_error == row.difference_error
+        error = f", paired standard error {number(row.difference_error)}" if paired else ""
+        findings.append(
+            f"{row.task}: {row.metric} {number(row.value)}, of the base {number(row.base_value)} "
+            f"(difference {number(row.difference)}{error})."
+        )
     return findings
 
 
@@ -286,6 +303,11 @@ def sections(run: Run, selection: Selection) -> list[Section]:
             table_payload(TRAIN_TABLES["base_losses"], tables["base_losses"], BASE_COLUMNS, "All models")
         ]
         parts.insert(1, Section("base", "Against the untouched model", words, figures, listed_rows))
+    if "task_results" in tables:
+        words = "Results of lm-eval for the base and the trained model."
+        table = TRAIN_TABLES["task_results"]
+        rows = table_payload(table, tables["task_results"], (*table.keys, *table.values), "All tasks")
+        parts.insert(-1, Section("tasks", "Tasks", words, tables=[rows]))
     if {"load", "routing_layers"} <= set(tables) and len(tables["load"]) and is_routed(run):
         parts += [load_section(run, []), *diagnostic_sections(run)]
     parts += gradient_sections(run)

@@ -540,6 +540,20 @@ TRAIN_COLUMNS: dict[str, Column] = {
         misleads="Covers the choice of documents for this one training, not other seeds.",
     ),
     "trained_minus_high": Column("float", "Upper end of that interval."),
+    "task": Column("text", "A task of lm-eval, or a group of tasks."),
+    "task_results.metric": Column(
+        "text", "The task's metric, as lm-eval names it; in brackets its filter of the answers, if any."
+    ),
+    "task_results.documents": Column("int", "Documents of the task; null for a group."),
+    "task_results.value": Column("float", "Value of the trained model.", chance="the task's own"),
+    "standard_error": Column("float", "Its standard error over documents, by lm-eval; null where unknown."),
+    "base_value": Column("float", "Value of the base."),
+    "task_results.difference": Column("float", "value − base_value.", chance="0"),
+    "difference_error": Column(
+        "float",
+        "Standard error of the difference, paired by document; null where the metric is no mean over them.",
+        misleads="Covers the choice of documents for this one training, not other seeds.",
+    ),
     "unigram_loss": Column(
         "float",
         "Loss of the unigram baseline: token frequencies of the training text, no context.",
@@ -581,6 +595,15 @@ TRAIN_TABLES: dict[str, Table] = {
             (
                 *("documents", "tokens", "loss", "difference", "difference_low", "difference_high"),
                 *("trained_minus", "trained_minus_low", "trained_minus_high"),
+            ),
+        ),
+        Table(
+            "task_results",
+            "Tasks of lm-eval: a model that existed before, trained and as it was.",
+            ("task", "metric"),
+            (
+                *("documents", "value", "standard_error", "base_value"),
+                *("difference", "difference_error"),
             ),
         ),
         Table(

@@ -75,6 +75,7 @@ def train(
     router: str | None = None,
     from_: str | Path | None = None,
     base: str | Path | None = None,
+    tasks: str | None = None,
     out: str | Path | None = None,
     resume: bool = False,
     device: str = "auto",
@@ -101,6 +102,9 @@ def train(
     base : MODEL
         Train routers or experts of this model instead, a checkpoint that transformers loads; a dense one is
         upcycled. The config then has the tables base, data and train; see docs/existing.md.
+    tasks : LIST
+        With --base: tasks of lm-eval for the base and the result, separated by commas, such as
+        hellaswag,arc_easy; also YAML files of tasks, or folders of them (needs the extra `tasks`).
     out : DIR, default runs/train-NAME-1
         Run folder.
     resume : bool
@@ -128,6 +132,8 @@ def train(
     folder = None if out is None else Path(out)
     if base is not None:
         return train_existing(given)
+    if tasks is not None:
+        raise BadInput("--tasks is for --base; remove it, or name a base")
     folder, settled, origin = read_settings(config, preset, router, from_, seed, resume, folder, overwrite)
     place = choose_device(device)
     avoid_broken_amx(place, settled.train.dtype == "bfloat16")
@@ -166,6 +172,7 @@ def train_existing(given: dict[str, Any]) -> Run:
         existing_identity,
         run_existing,
     )
+    from moescope.lab.tasks import add_task_results, load_tasks
 
     keys = ("config", "preset", "router", "from_", "seed", "resume", "base")
     settled = settle_existing(*(given[key] for key in keys))
@@ -176,6 +183,7 @@ def train_existing(given: dict[str, Any]) -> Run:
         if place == "cuda":
             place = f"cuda:{ranks.local}"
         check_base(name, settled, place)
+        tasks = load_tasks(given["tasks"]) if ranks.first and given["tasks"] is not None else None
         corpus = read_corpus(settled.data)
         identity = existing_identity(name, settled, corpus)
         folder = Path(out) if out is not None else default_folder("train", Path(name).name, identity)
@@ -189,6 +197,10 @@ def train_existing(given: dict[str, Any]) -> Run:
             if ranks.first:
                 assert run is not None
                 analyse(run, [str((folder / "model").resolve())], corpus.domains, place, quiet)
+                if tasks is not None:
+                    add_task_results(
+                        Run.load(folder), name, given["tasks"], tasks, settled.train, place, quiet
+                    )
         ranks.wait()
     return Run.load(folder)
 

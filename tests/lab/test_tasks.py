@@ -1,0 +1,154 @@
+"""train --base --tasks: lm-eval on the base and on the trained model, with tasks that lie in a folder."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+import moescope
+from lab.existing_models import saved
+from lab.test_existing import settings
+from moescope.errors import BadInput
+from moescope.lab.tasks import load_tasks, paired_error
+from moescope.verb import Selection
+
+CHOICES = [" up", " in", " at", " by", " of", " on"]
+TASK = """task: {name}
+dataset_path: json
+dataset_kwargs:
+  data_files: {{validation: {folder}/{data}}}
+  cache_dir: {folder}/cache
+output_type: multiple_choice
+validation_split: validation
+doc_to_text: "{{{{question}}}}"
+target_delimiter: ""
+doc_to_choice: choices
+doc_to_target: label
+metric_list:
+  - {{metric: acc, aggregation: mean, higher_is_better: true}}
+"""
+
+
+@pytest.fixture
+def here(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    return tmp_path
+
+
+def documents(count=40):
+    rows = [
+        (f"{chr(97 + index % 26) * 3} {index}", CHOICES[index % 6 :] + CHOICES[: index % 6])
+        for index in range(count)
+    ]
+    return [{"question": question, "choices": choices, "label": 0} for question, choices in rows]
+
+
+def write_task(here, name="letters", data="data.jsonl"):
+    (here / "data.jsonl").write_text("\n".join(json.dumps(one) for one in documents()))
+    (here / "tasks").mkdir(exist_ok=True)
+    (here / "tasks" / f"{name}.yaml").write_text(TASK.format(name=name, folder=here, data=data))
+    return here / "tasks"
+
+
+def right_answers(folder):
+    """Return for every document whether its label has the largest log-likelihood, one choice per pass."""
+    model = AutoModelForCausalLM.from_pretrained(folder).eval()
+    right = []
+    for one in documents():
+        sums = []
+        for choice in one["choices"]:
+            context, whole = one["question"].encode(), (one["question"] + choice).encode()
+            with torch.no_grad():
+                logits = model(torch.tensor([list(whole)])).logits[0].double()
+            logs = logits.log_softmax(-1)
+            sums.append(sum(float(logs[at - 1, whole[at]]) for at in range(len(context), len(whole))))
+        right.append(float(np.argmax(sums) == one["label"]))
+    return np.array(right)
+
+
+def test_accuracies_are_those_of_the_models_own_log_likelihoods(here):
+    base, tasks = saved("mixtral", here / "base"), write_task(here)
+    config = settings(trained="everything", learning_rate=0.03)
+    run = moescope.train(config, base=base, tasks=str(tasks), out=here / "run", quiet=True)
+    (row,) = run.table("task_results").to_dict("records")
+    before, after = right_answers(base), right_answers(here / "run" / "model")
+    assert 0 < before.mean() < 1
+    assert (before != after).any()
+    assert (row["task"], row["metric"], row["documents"]) == ("letters", "acc", 40)
+    assert row["base_value"] == pytest.approx(before.mean())
+    assert row["value"] == pytest.approx(after.mean())
+    assert row["difference"] == pytest.approx(after.mean() - before.mean())
+    assert row["standard_error"] == pytest.approx(after.std(ddof=1) / 40**0.5)
+    assert row["difference_error"] == pytest.approx((after - before).std(ddof=1) / 40**0.5)
+    (section,) = [one for one in run.verb.sections(run, Selection()) if one.anchor == "tasks"]
+    heads = [head["name"] for head in section.tables[0]["columns"]]
+    shown = dict(zip(heads, section.tables[0]["rows"][0], strict=True))
+    assert shown.pop("task") == "letters"
+    assert shown.pop("metric") == "acc"
+    assert shown == pytest.approx({name: row[name] for name in shown}, rel=1e-5)
+    assert any(text.startswith("letters: acc") for text in run.verb.summary(run).findings)
+    # later tasks are added to the finished training
+    write_task(here, "again")
+    changed = (here / "run" / "model" / "model.safetensors").stat().st_mtime_ns
+    more = moescope.train(config, base=base, tasks=str(tasks / "again.yaml"), out=here / "run", quiet=True)
+    assert list(more.table("task_results")["task"]) == ["again"]
+    assert (here / "run" / "model" / "model.safetensors").stat().st_mtime_ns == changed
+
+
+def test_missing_data_are_one_line_before_the_training(here):
+    base, tasks = saved("mixtral", here / "base"), write_task(here)
+    text = (tasks / "letters.yaml").read_text()
+    text = re.sub(r"dataset_kwargs:\n.*\n.*\n", "", text.replace("path: json", "path: nobody/nothing"))
+    (tasks / "letters.yaml").write_text(text)
+    (here / "config.toml").write_text("[train]\nsteps = 2\nsequence_length = 32\n")
+    command = [sys.executable, "-m", "moescope", "train", "config.toml", "--base", str(base)]
+    command += ["--tasks", str(tasks), "--out", "run"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 2
+    (line,) = done.stderr.strip().splitlines()
+    assert "nobody/nothing" in line
+    assert not (here / "run").exists()
+
+
+def test_a_missing_file_of_a_task_is_one_line(here):
+    with pytest.raises(BadInput, match=r"absent\.jsonl") as caught:
+        load_tasks(str(write_task(here, data="absent.jsonl") / "letters.yaml"))
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("given", "said"), [(" , ", "names no task"), ("empty", "no task's YAML file"), ("bad.yaml", "cannot be")]
+)
+def test_bad_tasks_are_one_line(given, said, here):
+    (here / "empty").mkdir()
+    (here / "bad.yaml").write_text("task: [")
+    with pytest.raises(BadInput, match=said):
+        load_tasks(given)
+
+
+def test_without_lm_eval_or_a_base_one_line_says_so(here, monkeypatch):
+    with pytest.raises(BadInput, match="--tasks is for --base"):
+        moescope.train(tasks="letters", quiet=True)
+    monkeypatch.setitem(sys.modules, "lm_eval", None)
+    with pytest.raises(BadInput, match=r"moescope\[tasks\]"):
+        load_tasks("letters")
+
+
+def test_a_metric_that_is_no_mean_over_documents_has_no_paired_error():
+    assert np.isnan(paired_error([1.0, 3.0], [2.0, 2.0], (2.5, 2.0)))
+    assert np.isnan(paired_error([(1, 2), (1, 2)], [(1, 2), (1, 2)], (1.0, 1.0)))
+    assert paired_error([0.0, 1.0, 1.0], [1.0, 1.0, 1.0], (2 / 3, 1.0)) == pytest.approx(1 / 3)
+
+
+@pytest.mark.slow
+def test_a_name_that_lm_eval_does_not_know_is_one_line_with_the_nearest(here):
+    with pytest.raises(BadInput, match=r"near: .*hellaswag"):
+        load_tasks("helaswag")
