@@ -156,12 +156,40 @@ def test_alignment_and_ambiguity_before_and_after_are_those_of_two_scans(run, ba
 
 
 def test_a_checkpoint_compared_with_itself_has_not_changed(base, tmp_path):
-    same = compare(base, base, out=tmp_path / "run", skip="scan", quiet=True)
+    same = compare(base, base, out=tmp_path / "run", quiet=True)
     table = same.table("geometry")
     assert (table["relative_l2"] == 0).all()
     np.testing.assert_allclose(table["norm_ratio"], 1)
     np.testing.assert_allclose(table["sv_alignment"].dropna(), 1, atol=1e-5)
-    assert "relative L2 is 0 for all 12 experts" in findings(same)
+    (only,) = same.verb.summary(same).findings
+    assert "relative L2 is 0 for all 12 experts and 12 router rows" in only
+
+
+def test_scores_that_are_written_alike_are_not_said_to_change_from_one_to_the_other(base, tmp_path):
+    """Experts far apart, gate matrices and routers equal; then one router row moved by rounding alone."""
+    tensors = tiny_tensors(**SIZES)
+    for name in list(tensors):
+        if ".w2." in name or "down" in name:
+            tensors[name] = tensors[name] + 1
+    other = write_checkpoint(tmp_path / "other", tensors, tiny_config(3, 4))
+    equal = compare(base, other, out=tmp_path / "equal", quiet=True)
+    (words,) = (text for text in equal.verb.summary(equal).findings if "ambiguity" in text)
+    assert not re.search(r"\d to \d", words)
+    assert "unchanged in 3 layers" in words
+    tensors[router_name(1)][0, 0] += 1e-5
+    near = compare(
+        base,
+        write_checkpoint(tmp_path / "near", tensors, tiny_config(3, 4)),
+        out=tmp_path / "near-run",
+        quiet=True,
+    )
+    (words,) = (text for text in near.verb.summary(near).findings if "ambiguity" in text)
+    scores = [
+        near.parts[f"scan-{role}"].table("ambiguity").set_index("layer")["absolute_score"] for role in "ab"
+    ]
+    assert 0 < (scores[1] - scores[0]).abs().max() < 1e-4
+    assert "layer 1" in words
+    assert not re.search(r"(\d\S*) to \1", words)
 
 
 def test_matching_shows_that_a_permuted_copy_is_the_same_model(base, tmp_path):

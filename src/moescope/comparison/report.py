@@ -95,6 +95,8 @@ def summary(run: Run) -> Summary:
         for role, item in zip("AB", run.info["coverage"], strict=True)
     ]
     geometry, layers = run.table("geometry"), run.table("geometry_layers")
+    if (geometry["relative_l2"] == 0).all():
+        return Summary(coverage, [equality_finding(geometry)], key_numbers(geometry))
     experts = layers[layers["matrix"].isin(PROJECTIONS)]
     matched = geometry.groupby("series")["matched"].any()
     findings = [
@@ -133,6 +135,14 @@ def key_numbers(geometry: pd.DataFrame) -> list[KeyNumber]:
 
 
 # --- findings on two checkpoints
+
+
+def equality_finding(geometry: pd.DataFrame) -> Finding:
+    routers = int((unmatched({"geometry": geometry})["matrix"] == "router").sum())
+    rows = f" and {counted(routers, 'router row')}" if routers else ""
+    experts = counted(len(expert_changes(geometry)), "expert")
+    text = f"Nothing changed: relative L2 is 0 for all {experts}{rows} that were compared."
+    return Finding(text, tab="overview", colour="change")
 
 
 def distance_findings(series: str, rows: pd.DataFrame, matched: bool) -> list[str]:
@@ -259,11 +269,17 @@ def alignment_findings(run: Run) -> list[str]:
     layer = {"layer": int(changed["layer"].iloc[0])} if len(changed) else {}
     findings: list[str] = [Finding(text, figure="compare_accuracy", **layer)]
     change = (scores["absolute_score_b"] - scores["absolute_score_a"]).to_numpy(float)
-    if np.isfinite(change).any():
+    if np.isfinite(change).any() and not np.nanmax(np.abs(change)):
+        text = f"Absolute ambiguity: unchanged in {counted(len(scores), 'layer')}."
+        findings.append(Finding(text, figure="compare_ambiguity"))
+    elif np.isfinite(change).any():
         top = scores.iloc[int(np.nanargmax(np.abs(change)))]
+        before, after = number(top["absolute_score_a"]), number(top["absolute_score_b"])
+        from_to = f"{before} to {after}"
+        if before == after:
+            from_to = f"{number(float(np.nanmax(np.abs(change))))} at {before}"
         text = (
-            f"Absolute ambiguity: largest change in layer {top['layer']}, {number(top['absolute_score_a'])} "
-            f"to {number(top['absolute_score_b'])}; median change "
+            f"Absolute ambiguity: largest change in layer {top['layer']}, {from_to}; median change "
             f"{number(float(np.nanmedian(np.abs(change))))} (at chance: {number(top['absolute_chance_a'])})."
         )
         findings.append(Finding(text, figure="compare_ambiguity", layer=int(top["layer"])))
