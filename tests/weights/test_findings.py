@@ -7,6 +7,7 @@ import re
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from checkpoints import tiny_config, tiny_tensors, write_checkpoint
 from moescope.plotting.style import number
@@ -263,7 +264,7 @@ def test_other_matrices_of_a_run_speak_for_themselves(tmp_path):
     )
 
 
-def shared_direction(folder):
+def shared_direction(folder, router="raw,centered"):
     """Two layers whose rows fit their experts; in layer 0 a vector common to all rows hides it."""
     tensors = tiny_tensors(layers=2, experts=6, d_model=64, d_ff=64)
     for layer in range(2):
@@ -277,7 +278,23 @@ def shared_direction(folder):
         if layer == 0:
             rows += 40 * rows.new_tensor(np.random.default_rng(99).standard_normal(64))
     path = write_checkpoint(folder / "model", tensors, tiny_config(layers=2, experts=6))
-    return scan(path, router="raw,centered", out=folder / "run", quiet=True)
+    return scan(path, router=router, out=folder / "run", quiet=True)
+
+
+def test_a_scan_of_raw_rows_points_to_the_centered_view_where_a_softmax_ignores_much_of_them(tmp_path):
+    run = shared_direction(tmp_path, "raw")
+    (hint,) = [text for text in summary(run).findings if "--router raw,centered" in text]
+    assert re.findall(r"layers? (\d+(?: and \d+)?)", hint) == ["0"]
+    rows = load_file(tmp_path / "model" / "model.safetensors")[
+        "model.layers.0.block_sparse_moe.gate.weight"
+    ].double()
+    common = 1 - ((rows - rows.mean(0)).norm(dim=1) / rows.norm(dim=1)).median() ** 2
+    assert f"{float(common):.3g} of a row" in hint
+    both = shared_direction(tmp_path / "both")
+    assert not any("--router" in text for text in summary(both).findings)
+    for setup in run.info["setup"]:
+        setup["scoring"] = "sigmoid"  # which does not ignore it
+    assert not any("--router" in text for text in summary(run).findings)
 
 
 def test_layers_whose_verdict_depends_on_a_vector_common_to_all_rows_are_named_among_the_first(tmp_path):

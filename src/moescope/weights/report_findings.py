@@ -30,6 +30,7 @@ from moescope.weights.figures_redundancy import d_model_by_layer, share_above
 from moescope.weights.tables import TABLES, VIEW
 
 NAMED_AT_MOST = 5  # examples spelled out in one sentence
+LARGE_COMMON_PART = 0.25  # of a router row's squared norm
 
 
 # --- views
@@ -227,6 +228,7 @@ def findings(view: View) -> list[str]:
         return [capital(f"{missing}."), *alike, rank_sentence(view), *rank_findings(view)]
     return [
         verdict_finding(view),
+        *common_vector_findings(view),
         *other_order_findings(view),
         *small_k_findings(view),
         *avoidance_findings(view),
@@ -276,6 +278,28 @@ def false_positives(view: View) -> float:
     layers = view.tables["alignment_layers"]
     ks = layers[~layers["degenerate"].astype(bool)].groupby("layer")["k"].nunique()
     return sum(false_call_rate(view.n_experts(layer), int(ks.get(layer, 0))) for layer in view.layers)
+
+
+def common_vector_findings(view: View) -> list[str]:
+    """Layers of a softmax router whose rows have a large part in common, where only raw rows were scanned."""
+    if "centered" in view.run.info["arguments"]["router"]:
+        return []
+    large: dict[int, tuple[float, float]] = {}  # part of a row's squared norm, and that of random rows
+    for layer in view.layers:
+        setup = view.setup(layer)
+        shares = list(setup["centered_share"].values())
+        if setup["scoring"] == "softmax" and len(shares) > 2:  # others cannot be centered
+            common, random = 1 - float(np.median(shares)) ** 2, 1 / len(shares)
+            if common > max(LARGE_COMMON_PART, 2 * random):
+                large[layer] = common, random
+    if not large:
+        return []
+    found, chance = (span(pd.Series(values)) for values in zip(*large.values(), strict=True))
+    text = (
+        f"Router rows have a vector in common in {named_layers(list(large))}: {found} of a row's squared "
+        f"norm (random rows: {chance}). A softmax ignores it; scan with --router raw,centered to remove it."
+    )
+    return [Finding(text, figure="accuracy_by_k", layer=next(iter(large)))]
 
 
 def other_order_findings(view: View) -> list[str]:
