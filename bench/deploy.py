@@ -23,7 +23,7 @@ from moescope.deployment.caches import belady, lfu, neighbours, recency, stack_d
 from moescope.deployment.coverage import coverage_tables
 from moescope.deployment.placement import Cluster, placement_table
 from moescope.deployment.prefetch import prefetch_table
-from moescope.deployment.residency import residency_table
+from moescope.deployment.residency import residency_tables
 from moescope.deployment.tokens import TokenTrace, split_tokens
 
 PLAIN_CHOICES = 200_000  # replayed one after the other in plain Python
@@ -137,7 +137,7 @@ def main() -> None:
         pass
 
     tables = {
-        "residency": lambda: residency_table(trace, slots, splits, None, None, False, silent, given.jobs),
+        "residency": lambda: residency_tables(trace, slots, splits, None, None, False, silent, given.jobs),
         "prefetch": lambda: prefetch_table(trace, splits, silent, given.jobs),
         "placement": lambda: placement_table(trace, splits, Cluster(8, 1, 16, 256), 0, silent, given.jobs),
         "coverage": lambda: coverage_tables(trace, 64, 0, silent),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shlex
 from pathlib import Path
 
@@ -14,7 +15,7 @@ from typer.testing import CliRunner
 import moescope
 from checkpoints import tiny_checkpoint
 from deployment.deployment_runs import write_trace
-from deployment.plain_caches import random_tokens, replay_lru
+from deployment.plain_caches import random_tokens, replay_belady, replay_lru
 from moescope.cli import app
 from moescope.errors import BadInput
 from report_payloads import page_text
@@ -77,6 +78,22 @@ def test_findings_lead_with_half_of_the_experts_and_name_the_range_and_intervals
     assert all(f"{100 * lru.loc[size, 'hit_rate']:.1f} % with {size}" in first for size in (2, 6))
     ticks = run.draw("cache_curve").layout["xaxis"]["tickvals"]
     assert list(ticks) == [2, 4, 6]
+
+
+def test_a_finding_names_the_slots_that_hold_four_fifths_of_the_choices(trace, tmp_path):
+    run = moescope.deploy(trace, slots="2", out=tmp_path / "run", quiet=True)
+    (text,) = [text for text in run.verb.summary(run).findings if "80 %" in text]
+    tokens = trace.table("tokens").sort_values(["layer", "document", "position"])
+    sequences = [np.concatenate(list(group["experts"])).tolist() for _, group in tokens.groupby("layer")]
+    rates = {
+        replay: [np.mean([hit for each in sequences for hit in replay(each, slots)]) for slots in range(2, 9)]
+        for replay in (replay_lru, replay_belady)
+    }
+    lru, best = (2 + int(np.flatnonzero(np.array(rate) >= 0.8)[0]) for rate in rates.values())
+    assert re.search(rf"LRU {lru} \(", text)
+    assert re.search(rf"optimum from an empty cache {best} \(", text)
+    assert best < lru
+    assert "(random list: 7)" in text  # 0.8 of 8 experts
 
 
 def test_a_single_size_is_drawn_with_markers_and_a_split_only_over_all_layers(trace, tmp_path):

@@ -7,14 +7,14 @@ import pytest
 
 from deployment.deployment_runs import token_trace
 from deployment.plain_caches import random_tokens, replay_belady, replay_lfu, replay_lru
-from moescope.deployment.residency import POLICIES, residency_table
+from moescope.deployment.residency import POLICIES, residency_tables
 from moescope.deployment.tokens import split_tokens
 
 
 def table_of(trace, slots, expert_bytes=None, bandwidth=None, cold=False, seed=0):
     splits = split_tokens(trace.document_T, seed)
-    frame = residency_table(trace, slots, splits, expert_bytes, bandwidth, cold, lambda count: None)
-    return frame.set_index(["policy", "slots", "layer"]).sort_index()
+    arguments = (trace, slots, splits, expert_bytes, bandwidth, cold, lambda count: None)
+    return residency_tables(*arguments)["residency"].set_index(["policy", "slots", "layer"]).sort_index()
 
 
 def own_experts(layers, documents, n, k, generator):
@@ -63,6 +63,55 @@ def test_rates_equal_those_of_plain_caches_and_every_policy_stays_below_its_opti
     assert of_all["hit_rate"] == pytest.approx(layers["hit_rate"].mean())
     assert of_all["loads_per_token"] == pytest.approx(layers["loads_per_token"].sum())
     assert of_all["choices"] == 3 * 360
+
+
+def test_the_slots_needed_are_the_fewest_whose_plain_caches_hold_four_fifths():
+    generator = np.random.default_rng(3)
+    n, k, documents = 12, 2, 8
+    weights = [1 / np.arange(1, n + 1) ** power for power in (0.5, 1.5)]
+    chosen_LTK = [
+        np.array([generator.choice(n, k, replace=False, p=weight / weight.sum()) for _ in range(320)])
+        for weight in weights
+    ]
+    trace = token_trace(chosen_LTK, np.repeat(np.arange(documents), 40), n)
+    splits = split_tokens(trace.document_T, 0)
+    tables = residency_tables(trace, [2], splits, None, None, False, lambda count: None)
+    found = tables["slots_needed"].set_index(["policy", "layer"])
+
+    def listed(chosen_TK, slots):
+        """Hits of the experts used most in the other half of the documents."""
+        hits = []
+        for split in splits:
+            uses = np.bincount(chosen_TK[split.learn_T].reshape(-1), minlength=n)
+            hits.append(np.isin(chosen_TK[split.test_T], np.argsort(-uses, kind="stable")[:slots]))
+        return np.concatenate(hits).mean()
+
+    def replayed(replay):
+        return lambda chosen_TK, slots: np.mean(replay(chosen_TK.reshape(-1).tolist(), slots))
+
+    plain = {"static": listed, "lru": replayed(replay_lru), "belady": replayed(replay_belady)}
+    for policy, rate in plain.items():
+        rates_LS = np.array(
+            [[rate(chosen_TK, slots) for slots in range(k, n + 1)] for chosen_TK in chosen_LTK]
+        )
+        for layer, rates_S in [(0, rates_LS[0]), (1, rates_LS[1]), (None, rates_LS.mean(0))]:
+            rows = found.loc[policy]
+            row = rows[rows.index.isna()].iloc[0] if layer is None else rows.loc[float(layer)]
+            expected = k + int(np.flatnonzero(rates_S >= 0.8)[0])
+            assert row["slots"] == expected, (policy, layer)
+            assert row["hit_rate"] == pytest.approx(rates_S[expected - k])
+    assert found["slots"].nunique() > 3
+    assert found.loc["static", "chance"].tolist() == [10, 10, 10]  # 0.8 of 12 experts
+
+
+def test_slots_that_no_cache_reaches_are_null():
+    chosen_TK = np.arange(40).reshape(20, 2)  # every expert once: all misses are compulsory
+    trace = token_trace([chosen_TK], np.repeat(np.arange(4), 5), 40)
+    splits = split_tokens(trace.document_T, 0)
+    tables = residency_tables(trace, [4], splits, None, None, False, lambda count: None)
+    rows = tables["slots_needed"].set_index(["policy", "layer"])
+    assert rows.loc[["lru", "belady"], "slots"].isna().all()
+    assert rows.loc["static", "slots"].notna().all()  # a list of all experts
 
 
 def test_a_preloaded_list_may_beat_a_cold_optimum_but_not_its_own():

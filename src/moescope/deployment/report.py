@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
+import pandas as pd
+
 from moescope.deployment.figures import (
     COVERAGE,
     PLACEMENT,
@@ -89,6 +91,7 @@ def cache_summary(run: Run) -> tuple[list[KeyNumber], list[str]]:
             f"{percent(policy_rate(rows, 'static_in_sample', slots, 'chance'))}).",
             **place,
         ),
+        *needed_findings(run),
         Finding(
             f"Loading with {slots} slots: {loading_words(rows, 'lru', slots)} per token with LRU, "
             f"{loading_words(rows, 'belady', slots)} at the optimum.",
@@ -104,6 +107,29 @@ def cache_summary(run: Run) -> tuple[list[KeyNumber], list[str]]:
         )
     )
     return keys, findings
+
+
+def needed_findings(run: Run) -> list[str]:
+    """The fewest slots with enough of the choices: of a list learned on other text, LRU and the optimum."""
+    if "slots_needed" not in run.tables:  # older runs
+        return []
+    rows = together(run.table("slots_needed")).set_index("policy")
+    most, share = int(rows["n_experts"].max()), float(rows["share"].iloc[0])
+
+    def words(policy: str, random: str) -> str:
+        row = rows.loc[policy]
+        too_few = f"more than {int(row['replayed'])}" if row["replayed"] < most else "none suffices"
+        found, chance = (
+            too_few if pd.isna(row[name]) else str(int(row[name])) for name in ("slots", "chance")
+        )
+        return f"{found} ({random}: {chance})"
+
+    text = (
+        f"Slots per layer for {100 * share:.0f} % of choices, of {most} experts: list learned on other text "
+        f"{words('static', 'random list')}; LRU {words('lru', 'random routing')}; optimum from an empty "
+        f"cache {words('belady', 'random routing')}."
+    )
+    return [Finding(text, tab="deployment")]
 
 
 def prefetch_summary(run: Run) -> tuple[list[KeyNumber], list[str]]:

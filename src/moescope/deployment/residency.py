@@ -29,6 +29,8 @@ if TYPE_CHECKING:
     import pandas as pd
 
 POLICIES = ("static", "static_in_sample", "lru", "lru_split", "lfu", "belady")
+ENOUGH = 0.8  # of the choices, for the slots that are needed
+DEPTH = 32  # slots with which all policies are replayed at least, where there are as many experts
 CHOICES_AT_ONCE = 2**23  # of all layers that are replayed together: bounds memory, 90 bytes per choice
 
 
@@ -48,7 +50,7 @@ class LayerReplays(NamedTuple):
     compulsory: float  # share of choices that are an expert's first
 
 
-def residency_table(
+def residency_tables(
     trace: TokenTrace,
     slots: Iterable[int],
     splits: list[Split],
@@ -58,12 +60,13 @@ def residency_table(
     advance: Callable[[int], None],
     jobs: int = 1,
     seed: int = 0,
-) -> pd.DataFrame:
-    """Return one row per policy, number of slots and layer; layer null: all layers together."""
+) -> dict[str, pd.DataFrame]:
+    """Return residency, one row per policy, number of slots and layer, and slots_needed, one per policy and
+    layer; layer null: all layers together."""
     import pandas as pd
 
     slots = list(slots)
-    most = max(slots)
+    most = max(*slots, min(max(trace.n_experts), DEPTH))
     count = len(trace.layers)
     at_once = min(max(CHOICES_AT_ONCE // max(trace.chosen_LTK[0].size, 1), 1), -(-count // jobs))
     parts = [trace.part(begin, begin + at_once) for begin in range(0, count, at_once)]
@@ -95,7 +98,43 @@ def residency_table(
             totals[row] for row in frame.loc[everywhere, keys].itertuples(index=False, name=None)
         ]
     frame["ms_per_token"] = frame["bytes_per_token"] / (bandwidth * 1e6) if bandwidth else np.nan
-    return frame
+    return {"residency": frame, "slots_needed": needed_table(trace, layers, chance)}
+
+
+def needed_table(
+    trace: TokenTrace, layers: list[LayerReplays], chance: dict[str, list[Array]]
+) -> pd.DataFrame:
+    """Return the fewest slots with which each policy holds enough of the choices."""
+    import pandas as pd
+
+    rows = []
+    for policy, random_curves in chance.items():
+        counts = [layer.policies[policy].counts.choices_GD.sum(0) for layer in layers]
+        curves = [
+            np.concatenate([[0], np.cumsum(count_D[:-1])]) / max(count_D.sum(), 1) for count_D in counts
+        ]
+        choices_L = np.array([count_D.sum() for count_D in counts], dtype=float)
+        weights_L = choices_L / max(choices_L.sum(), 1)
+        named = [*zip(trace.layers, trace.layer_names, trace.n_experts, curves, random_curves, strict=True)]
+        together = (mean_curve(parts, weights_L) for parts in (curves, random_curves))
+        for layer, name, n, curve, random in [*named, (None, None, max(trace.n_experts), *together)]:
+            needed = first_reaching(curve, trace.k)
+            row = {"policy": policy, "layer": layer, "layer_name": name, "n_experts": n, "share": ENOUGH}
+            row |= {"slots": needed, "hit_rate": np.nan if needed is None else curve[needed]}
+            rows.append(row | {"chance": first_reaching(random, trace.k), "replayed": len(curve) - 1})
+    return pd.DataFrame(rows)
+
+
+def mean_curve(curves: list[Array], weights_L: Array) -> Array:
+    """Mean over layers; one with fewer experts stays at its last rate."""
+    longest = max(map(len, curves))
+    return weights_L @ np.stack([np.pad(curve, (0, longest - len(curve)), mode="edge") for curve in curves])
+
+
+def first_reaching(curve_S: Array, k: int) -> int | None:
+    """The fewest slots, from k on, with enough of the choices; None where all replayed are too few."""
+    reached = np.flatnonzero(curve_S >= ENOUGH - 1e-12)
+    return max(int(reached[0]), k) if len(reached) else None
 
 
 def chance_curves(trace: TokenTrace, most: int, cold: bool, seed: int) -> dict[str, list[Array]]:

@@ -48,6 +48,18 @@ COLUMNS: dict[str, Column] = {
     "uniform": Column("float",
         "Of lru_split: the hit rate of lru with equal slots in all layers, on the same tokens.",
         title="even split"),
+    # --- slots that are needed
+    "slots_needed.layer": Column("int", "The layer's number; null: the same slots in all layers."),
+    "slots_needed.n_experts": Column("int", "Experts of the layer, n."),
+    "slots_needed.share": Column("float", "Share of the choices to be held."),
+    "slots_needed.slots": Column("int",
+        "Fewest slots per layer, from k on, whose hit rate reaches the share; null where even the slots that "
+        "were replayed are too few.", "min {s ≥ k: hit rate(s) ≥ share}", worst="n, or null",
+        chance="chance", best="that of belady, for caches that start empty", title="slots needed",
+        misleads="An estimate from one trace without interval: near the share, a few documents decide."),
+    "slots_needed.hit_rate": Column("float", "Hit rate with as many slots."),
+    "slots_needed.chance": Column("int", "Slots that the same policy needs on random routing."),
+    "replayed": Column("int", "Most slots with which the policy was replayed: n for static lists and lru."),
     # --- prefetching
     "prefetch.layer": Column("int", "The layer that is predicted; null: all layers together."),
     "predictor": Column("text",
@@ -141,6 +153,9 @@ TABLES: dict[str, Table] = define_tables(
         ("n_experts", "layer_slots", "tokens", "choices", "hit_rate", "low", "high", "token_hit_rate",
          "optimum", "chance", "compulsory", "loads_per_token", "bytes_per_token", "ms_per_token", "uniform"),
         optional=("layer",)),
+    Table("slots_needed", "Fewest slots per layer that hold 80 % of the choices; layer null: all alike.",
+        ("policy", "layer"), ("n_experts", "share", "slots", "hit_rate", "chance", "replayed"),
+        optional=("layer", "slots", "chance")),
     Table("prefetch", "Recall of predicted experts per predictor, budget and layer; layer null: all.",
         ("predictor", "budget", "layer"),
         ("n_experts", "tokens", "choices", "recall", "low", "high", "optimum", "chance"),

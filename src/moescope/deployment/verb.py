@@ -201,17 +201,15 @@ def table_tasks(
     from moescope.deployment.coverage import coverage_tables
     from moescope.deployment.placement import placement_table
     from moescope.deployment.prefetch import prefetch_table
-    from moescope.deployment.residency import residency_table
+    from moescope.deployment.residency import residency_tables
     from moescope.deployment.tokens import split_tokens
 
     splits = split_tokens(tokens.document_T, given["seed"])
     bandwidth, cold, jobs = given["bandwidth"], given["cold"], given["jobs"]
     return {
-        "residency": lambda advance: {
-            "residency": residency_table(
-                tokens, slots, splits, bytes_L, bandwidth, cold, advance, jobs, given["seed"]
-            )
-        },
+        "residency": lambda advance: residency_tables(
+            tokens, slots, splits, bytes_L, bandwidth, cold, advance, jobs, given["seed"]
+        ),
         "prefetch": lambda advance: {"prefetch": prefetch_table(tokens, splits, advance, jobs)},
         "placement": lambda advance: {
             "placement": placement_table(tokens, splits, cluster, given["seed"], advance, jobs)
