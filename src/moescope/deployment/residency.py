@@ -115,13 +115,16 @@ def needed_table(
         ]
         choices_L = np.array([count_D.sum() for count_D in counts], dtype=float)
         weights_L = choices_L / max(choices_L.sum(), 1)
-        named = [*zip(trace.layers, trace.layer_names, trace.n_experts, curves, random_curves, strict=True)]
-        together = (mean_curve(parts, weights_L) for parts in (curves, random_curves))
-        for layer, name, n, curve, random in [*named, (None, None, max(trace.n_experts), *together)]:
+        curves.append(mean_curve(curves, weights_L))
+        random = [*random_curves, mean_curve(random_curves, weights_L)]
+        for at, curve in enumerate(curves):
+            row: dict[str, Any] = {"policy": policy, "layer": None, "n_experts": max(trace.n_experts)}
+            if at < len(trace.layers):
+                row |= {"layer": trace.layers[at], "layer_name": trace.layer_names[at]}
+                row |= {"n_experts": trace.n_experts[at]}
             needed = first_reaching(curve, trace.k)
-            row = {"policy": policy, "layer": layer, "layer_name": name, "n_experts": n, "share": ENOUGH}
-            row |= {"slots": needed, "hit_rate": np.nan if needed is None else curve[needed]}
-            rows.append(row | {"chance": first_reaching(random, trace.k), "replayed": len(curve) - 1})
+            row |= {"share": ENOUGH, "slots": needed, "hit_rate": np.nan if needed is None else curve[needed]}
+            rows.append(row | {"chance": first_reaching(random[at], trace.k), "replayed": len(curve) - 1})
     return pd.DataFrame(rows)
 
 
