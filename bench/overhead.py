@@ -5,7 +5,8 @@ in training mode.
     PYTHONPATH=src python bench/overhead.py --preset medium --device cuda        d 512, 64 experts, top-4,
     batch 32 x 768
 
-Experts run in bfloat16 on a GPU, routers in float32 everywhere. SPECTRA's ablations come last.
+Experts and SPECTRA's projections run in bfloat16 on a GPU, the rest of the routers in float32.
+SPECTRA's ablations come last.
 """
 
 from __future__ import annotations

@@ -74,9 +74,18 @@ class MoE(nn.Module):
     def forward(
         self, x_TD: Tensor, ids_T: Tensor, mask_T: Tensor, carried_TR: Tensor | None = None
     ) -> tuple[Tensor, Routed]:
+        product_dtype = arithmetic_dtype(x_TD) if self.training else torch.float32
         with torch.autocast(x_TD.device.type, enabled=False):
-            routed = self.router(RouterInput(x_TD.float(), ids_T, mask_T, self.layer, carried_TR))
+            routed = self.router(
+                RouterInput(x_TD.float(), ids_T, mask_T, self.layer, carried_TR, product_dtype)
+            )
         return self.experts(x_TD, routed.chosen_TK, routed.gates_TK, routed.filled_at_most), routed
+
+
+def arithmetic_dtype(x: Tensor) -> torch.dtype:
+    """Return the dtype of a matrix product with x here: autocast's, else that of x."""
+    device = x.device.type
+    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
 
 
 class Block(nn.Module):
@@ -151,6 +160,8 @@ class LabModel(nn.Module):
             Block(config, layer, self.shared_router, self.elementwise, before)
             for layer in range(config.layers)
         )
+        for router in self.routers:
+            router.compiles = compile
         self.norm = RMSNorm(D, config.norm_epsilon, self.elementwise) if modern else nn.Identity()
         before("lm_head")
         self.lm_head = nn.Linear(D, V, bias=not modern)
@@ -215,9 +226,7 @@ class LabModel(nn.Module):
         x_BLD = self.embed_tokens(ids_BL)
         if not self.config.modern:
             return x_BLD * math.sqrt(self.config.d_model) + self.sinusoids[start:end].to(x_BLD.dtype), None
-        # in the dtype of queries and keys
-        autocast = torch.is_autocast_enabled(x_BLD.device.type)
-        dtype = torch.get_autocast_dtype(x_BLD.device.type) if autocast else x_BLD.dtype
+        dtype = arithmetic_dtype(x_BLD)  # of queries and keys
         return x_BLD, (self.rotary_cos[start:end].to(dtype), self.rotary_sin[start:end].to(dtype))
 
     @property

@@ -38,9 +38,10 @@ def overhead(
     """Return one row per router and component: median milliseconds, FLOPs, share of the block's time.
 
     One MoE block per config, in training mode, on the same random tokens: forward pass and the update after a
-    step. Experts run in `dtype`, routers in float32 as always. Components are disjoint and add up to the
-    block: "rest" is what a router does besides its named components, "routing" all of a router that names
-    none. With few tokens on a GPU the times are those of kernel launches.
+    step. Experts run in `dtype`, as do products that a router rounds in training (`product_dtype`); other
+    parts of routers run in float32. Components are disjoint and add up to the block: "rest" is what a router
+    does besides its named components, "routing" all of a router that names none. With few tokens on a GPU the
+    times are those of kernel launches.
     """
     import pandas as pd
 

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import math
+from functools import cache
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from scipy.stats import entropy
+from torch._dynamo.testing import CompileCounter
 
 from decoder.routers.builders import SecondRank, noise, small_config, small_router, tokens
-from moescope.decoder.routers import spectra
+from moescope.decoder.model import LabModel, MoE
+from moescope.decoder.routers import contract, spectra
 from moescope.decoder.routers.spectra import Spectra
 
 R = 64
@@ -92,7 +95,7 @@ def change_of_cosine(seed: int, **options: Any) -> float:
     x = noise(64, seed=seed + 5)
 
     def cosine() -> float:
-        return float(router.gram(router.expressions(x), torch.ones(64, dtype=torch.bool))[0, 1].detach())
+        return float(router.gram(router.expressions(x).sum(0), torch.tensor(64))[0, 1].detach())
 
     before = cosine()
     scores_TE = router(tokens(x)).scores_TE
@@ -119,13 +122,57 @@ def test_a_step_makes_two_nearly_equal_experts_less_equal_and_more_equal_with_th
 def test_similarity_is_the_cosine_of_each_experts_two_vectors():
     router = made()
     x = noise(3)
-    _, h = router.trajectories(tokens(x))
+    h = router.trajectories(router.depth_state(tokens(x)))
     v = router.expressions(x)
     expected = [
         [np.dot(a, b) / np.linalg.norm(a) / np.linalg.norm(b) for a, b in zip(*pair, strict=True)]
         for pair in zip(h.detach().numpy(), v.detach().numpy(), strict=True)
     ]
     np.testing.assert_allclose(router.similarity(h, v).detach(), expected, rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("training", "weights", "autocast", "expected"),
+    [
+        (True, torch.float32, False, torch.float32),
+        (True, torch.float32, True, torch.bfloat16),
+        (True, torch.bfloat16, False, torch.bfloat16),
+        (False, torch.float32, True, torch.float32),
+        (False, torch.bfloat16, False, torch.float32),
+    ],
+)
+def test_only_the_training_of_a_bfloat16_model_rounds_projections_and_nothing_else(
+    training, weights, autocast, expected
+):
+    torch.manual_seed(0)
+    config = small_config("spectra")
+    block = MoE(config, 0, Spectra.shared_parts(config)).train(training)
+    block.experts.to(weights)
+    seen: list[torch.dtype] = []
+    for part in (block.router.expand, block.router.express):
+        part.register_forward_hook(lambda _, given, out: seen.append(out.dtype))
+    x, mask = noise(40).to(weights), torch.ones(40, dtype=torch.bool)
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        _, routed = block(x, torch.arange(40), mask)
+    assert seen == [expected] * 2
+    for part in (routed.logits_TE, routed.scores_TE, routed.gates_TK, routed.carried_TR):
+        assert part.dtype == torch.float32
+    exact = block.router(tokens(x.float()))
+    assert torch.equal(exact.carried_TR, routed.carried_TR)
+    assert torch.equal(exact.logits_TE, routed.logits_TE) == (expected == torch.float32)
+
+
+def test_the_cosine_of_rounded_projections_is_not_rounded():
+    router, x = made(), noise(50)
+    state = router.depth_state(tokens(x)).detach()
+    h = router.trajectories(state, torch.bfloat16).detach()
+    v = router.expressions(x, torch.bfloat16).detach()
+    a, b = h.double().numpy(), v.double().numpy()
+    cosines = (a * b).sum(-1) / np.linalg.norm(a, axis=-1) / np.linalg.norm(b, axis=-1)
+    np.testing.assert_allclose(router.similarity(h, v), cosines, atol=1e-6)
+    # 64 products of numbers with 8 bits: far less than 2^-8 remains of the rounding
+    exact = router.similarity(router.trajectories(state), router.expressions(x)).detach()
+    assert 0 < np.abs(exact.numpy() - cosines).max() < 2**-8
 
 
 def test_the_projector_begins_orthogonal_so_that_it_changes_no_length():
@@ -155,19 +202,22 @@ def test_the_depth_state_starts_at_zero_and_is_handed_from_layer_to_layer_throug
 
 def test_directions_mix_the_average_with_the_mean_over_real_tokens():
     router = travelled()
-    v, mask = torch.randn(6, 4, R), torch.tensor([1, 1, 0, 1, 0, 1], dtype=torch.bool)
+    x, mask = noise(6), torch.tensor([1, 1, 0, 1, 0, 1], dtype=torch.bool)
+    v = router.expressions(x).detach()
+    sums = router.sum_expressions(x, mask).detach()
+    torch.testing.assert_close(sums, v[mask].sum(0))
     mixed = 0.9 * router.direction_ER.numpy() + 0.1 * v[mask].mean(0).numpy()
     unit = mixed / np.linalg.norm(mixed, axis=1, keepdims=True)
-    np.testing.assert_allclose(router.gram(v, mask), unit @ unit.T, atol=1e-5)
+    np.testing.assert_allclose(router.gram(sums, mask.sum()), unit @ unit.T, atol=1e-5)
     average = torch.nn.functional.normalize(router.direction_ER, dim=-1)
-    torch.testing.assert_close(router.eval().gram(v, mask), average @ average.T)
+    torch.testing.assert_close(router.eval().gram(sums, mask.sum()), average @ average.T)
 
 
 def test_losses_equal_their_formulas():
     router, x, mask = made(), noise(12), torch.arange(12) % 4 > 0
     routed = router(tokens(x, mask))
     v = torch.nn.functional.normalize(router.expressions(x), dim=-1).detach().double().numpy()
-    gram = router.gram(router.expressions(x), mask).detach().numpy()
+    gram = router.gram(router.expressions(x)[mask].sum(0), mask.sum()).detach().numpy()
     per_token = [np.square(one @ one.T - np.eye(4)).sum() / 12 for one in v[mask]]
     expected = {
         "orthogonality": 0.01 * np.square(gram - np.eye(4)).sum() / 12,
@@ -191,6 +241,19 @@ def test_speciality_is_the_same_by_either_gram_matrix(experts):
         "speciality"
     ]
     torch.testing.assert_close(found, expected)
+
+
+@pytest.mark.parametrize(("experts", "width"), [(5, 7), (9, 4)])
+def test_overlaps_have_the_gradient_that_autograd_finds_in_the_plain_formula(experts, width):
+    torch.manual_seed(0)
+    v, weight = torch.randn(6, experts, width, requires_grad=True), torch.randn(6)
+    found = torch.autograd.grad(spectra.overlaps(v) @ weight, v)[0]
+    plain = v.detach().double().requires_grad_()
+    unit = plain / plain.norm(dim=-1, keepdim=True)
+    squares = (unit @ unit.mT - torch.eye(experts)).square().sum((-1, -2))
+    torch.testing.assert_close(spectra.overlaps(v).double(), squares, atol=1e-5, rtol=1e-5)
+    expected = torch.autograd.grad(squares @ weight.double(), plain)[0]
+    torch.testing.assert_close(found.double(), expected, atol=1e-5, rtol=1e-5)
 
 
 # --- choosing, quota, gates
@@ -338,6 +401,32 @@ def test_the_text_teaches_every_part():
     for parameter in [*router.parameters(), *cell.parameters()]:
         assert parameter.grad is not None
         assert parameter.grad.abs().max() > 0
+
+
+@pytest.mark.filterwarnings("ignore")  # the compiler's own
+def test_layers_and_steps_of_a_compiled_model_share_two_functions_without_a_break(monkeypatch):
+    counter = CompileCounter()
+    whole = cache(lambda function: torch.compile(function, backend=counter, fullgraph=True))
+    monkeypatch.setattr(contract, "compiled", whole)
+    torch._dynamo.reset()
+    losses = []
+    for compiles in (False, True):
+        torch.manual_seed(0)
+        model = LabModel(small_config("spectra", layers=3)).train()
+        for router in model.routers:
+            router.compiles = compiles
+        ids = torch.randint(0, 200, (2, 9), generator=torch.Generator().manual_seed(0))
+        for _ in range(2):
+            loss = model(ids[:, :-1], targets_BL=ids[:, 1:]).loss
+            loss.backward()
+            model.after_step()
+        gradients = [weight.grad for weight in model.parameters()]
+        losses.append([loss.detach(), *gradients, *model.buffers()])
+        assert counter.frame_count == 2 * compiles
+    for one, other in zip(*losses, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-6)
+    model.eval()(ids)
+    assert counter.frame_count == 2, "evaluation is not compiled"
 
 
 def test_the_column_error_is_noted_beside_what_the_costs_alone_would_leave():

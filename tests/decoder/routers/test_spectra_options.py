@@ -43,10 +43,10 @@ def reading(router: Spectra) -> dict[str, Any]:
     """What every part gives on the same tokens, in training and in evaluation."""
     given = tokens(torch.cat([noise(90) + 1, 3 * noise(6)]), carried_TR=noise(96, R))
     router.train()
-    h = router.trajectories(given)[1]
+    h = router.trajectories(router.depth_state(given))
     v = router.expressions(given.x_TD)
     routed = router(given)
-    gram = router.gram(v, given.mask_T)
+    gram = router.gram(router.sum_expressions(given.x_TD, given.mask_T), given.mask_T.sum())
     router.accumulated.clear()
     evaluated = router.eval()(given)
     parts = {

@@ -28,11 +28,8 @@ def place_in_line(chosen_TK: Tensor, priority_TK: Tensor) -> Tensor:
     order = by_priority[torch.sort(chosen_S[by_priority], stable=True).indices]
     sorted_S = chosen_S[order]
     place_S = torch.arange(len(order), device=order.device)
-    begins = torch.ones_like(sorted_S, dtype=torch.bool)
-    begins[1:] = sorted_S[1:] != sorted_S[:-1]
-    first_S = torch.where(begins, place_S, 0).cummax(0).values
     line_S = torch.empty_like(place_S)
-    line_S[order] = place_S - first_S
+    line_S[order] = place_S - torch.searchsorted(sorted_S, sorted_S)  # the first place of the same expert
     return line_S.view_as(chosen_TK)
 
 

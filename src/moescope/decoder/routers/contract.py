@@ -8,9 +8,12 @@ off; biases, keys and moving averages are frozen. Routers that look at the whole
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any, ClassVar
 
+import torch
 from torch import Tensor, nn
 
 from moescope.decoder.config import ModelConfig, Option, check_type, unknown_key
@@ -23,7 +26,8 @@ from moescope.types import Diagnostic, LinearView, Routing
 class RouterInput:
     """What a router may look at. Token t of batch row b is at index b L + t.
 
-    Routers always compute in float32: x is float32, autocast is off, and their weights stay float32.
+    Routers compute in float32: x is float32, autocast is off, and their weights stay float32. In the training
+    of a bfloat16 model, `product_dtype` allows a router to round the factors of its largest products.
     """
 
     x_TD: Tensor
@@ -31,6 +35,7 @@ class RouterInput:
     mask_T: Tensor  # bool, True at real tokens
     layer: int  # among the MoE layers, from 0
     carried_TR: Tensor | None = None  # state from the router of the previous MoE layer
+    product_dtype: torch.dtype = torch.float32
 
 
 @dataclass(frozen=True)
@@ -91,6 +96,7 @@ class Router(nn.Module, ABC):
         self.shared_holder = (shared,)  # a tuple hides shared modules from each layer's parameters
         self.accumulated: dict[str, Tensor] = {}  # no buffers: DDP would overwrite one rank's with another's
         self.ranks = ALONE  # set by the trainer: the ranks that share the batch
+        self.compiles = False  # set by the model: whether `fused` compiles
 
     @property
     def shared(self) -> nn.Module | None:
@@ -100,6 +106,13 @@ class Router(nn.Module, ABC):
     def sharing(self) -> Ranks:
         """The ranks that share this pass's batch. Only the first rank evaluates, without communication."""
         return self.ranks if self.training else ALONE
+
+    def fused(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """Return a function without side effects, through torch.compile in the training of a compiled model.
+
+        Not with several ranks, which communicate in between.
+        """
+        return compiled(function) if self.compiles and self.training and self.ranks.world == 1 else function
 
     @abstractmethod
     def forward(self, inputs: RouterInput) -> Routed: ...
@@ -191,6 +204,12 @@ FACTS = (
     *("name", "routes", "has_rows", "has_logits", "has_keys", "plain_top_k", "sigmoid_scores", "fixed_top_k"),
     *("experts_choose", "causal_in_training", "learns_from_text", "expects_low_entropy", "state_tensors"),
 )
+
+
+@cache
+def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return the function through torch.compile, once per process; it compiles on first use."""
+    return torch.compile(function)
 
 
 def to_routing(routed: Routed, layer: int, layer_name: str, n_experts: int) -> Routing:

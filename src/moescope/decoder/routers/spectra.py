@@ -42,6 +42,26 @@ ABLATIONS: dict[str, dict[str, Option]] = {
 }
 
 
+class Scored(NamedTuple):
+    """Differentiable results."""
+
+    logits_TE: Tensor
+    scores_TE: Tensor
+    losses: dict[str, Tensor]
+    overlap: Tensor  # mean squared cosine of two experts' directions
+    sums: dict[str, Tensor]  # for the moving averages
+
+
+class Selected(NamedTuple):
+    """What is selected by scores, without gradients."""
+
+    chosen_TK: Tensor
+    selection_TE: Tensor
+    dropped_T: Tensor | None
+    errors: tuple[Tensor, Tensor] | None  # of columns, with and without Sinkhorn
+    sums: dict[str, Tensor]
+
+
 class Spectra(Router):
     """SPECTRA's router of one layer.
 
@@ -99,9 +119,11 @@ class Spectra(Router):
         "plain": False,
     }
     components: ClassVar[dict[str, str]] = {
-        "gru": "trajectories",
+        "gru": "depth_state",
+        "expansion": "trajectories",
         "projection": "expressions",
         "similarity": "similarity",
+        "directions": "sum_expressions",
         "gram": "gram",
         "cost": "logits",
         "sinkhorn": "balanced",
@@ -166,37 +188,61 @@ class Spectra(Router):
     def forward(self, inputs: RouterInput) -> Routed:
         if self.options["plain"]:
             return self.plain(inputs)
-        carried_TR, h_TER = self.trajectories(inputs)
-        v_TER = self.expressions(inputs.x_TD)
-        s_TE = self.similarity(h_TER, v_TER)
-        gram_EE = self.gram(v_TER, inputs.mask_T)
-        logits_TE = self.adjust_logits(self.logits(s_TE, gram_EE))
-        scores_TE = logits_TE.softmax(-1)
-        diagnostics = {"direction_overlap": self.direction_overlap(gram_EE.detach())}
-        if self.training or self.options["evaluation"] == "published":
-            selection_TE, left = self.balanced(logits_TE.detach(), inputs.mask_T)
-            untreated = column_error(scores_TE.detach(), inputs.mask_T)
-            diagnostics["column_error"] = Diagnostic(left, untreated, float(self.config.experts - 1))
-        else:
-            selection_TE = logits_TE.detach() + self.potential_E
-        selection_TE = self.adjust_selection(selection_TE)
-        chosen_TK = self.choose(selection_TE, inputs.mask_T)
-        dropped_T = None
-        if self.training and self.options["quota"]:
-            accepted_TK = self.admit(chosen_TK, selection_TE, inputs.mask_T)
-            dropped_T = ((chosen_TK >= 0) & ~accepted_TK).sum(-1)
-            chosen_TK = torch.where(accepted_TK, chosen_TK, -1)
+        x_TD, mask_T = inputs.x_TD, inputs.mask_T
+        state_TR = self.depth_state(inputs)
+        # two functions for torch.compile, not ten: each call costs the host more than the small kernels
+        scored = self.fused(Spectra.score)(self, x_TD, state_TR, mask_T, inputs.product_dtype)
+        logits_TE, scores_TE = scored.logits_TE, scored.scores_TE
+        selected = self.fused(Spectra.select)(self, logits_TE.detach(), scores_TE.detach(), mask_T)
+        for name, amount in (scored.sums | selected.sums).items():
+            self.accumulate(name, amount)
         return Routed(
-            chosen_TK=chosen_TK,
-            gates_TK=self.gates(logits_TE, chosen_TK),
+            chosen_TK=selected.chosen_TK,
+            gates_TK=self.gates(logits_TE, selected.chosen_TK),
             logits_TE=logits_TE,
             scores_TE=scores_TE,
-            selection_TE=selection_TE,
-            losses=self.losses(logits_TE, gram_EE, v_TER, inputs.mask_T) if self.training else {},
-            dropped_T=dropped_T,
-            carried_TR=carried_TR,
-            diagnostics=diagnostics,
+            selection_TE=selected.selection_TE,
+            losses=scored.losses,
+            dropped_T=selected.dropped_T,
+            carried_TR=state_TR if self.options["gru"] else None,
+            diagnostics=self.diagnostics(scored, selected),
         )
+
+    def score(self, x_TD: Tensor, state_TR: Tensor, mask_T: Tensor, dtype: torch.dtype) -> Scored:
+        """Return logits and losses."""
+        h_TER = self.trajectories(state_TR, dtype)
+        v_TER = self.expressions(x_TD, dtype)
+        s_TE = self.similarity(h_TER, v_TER)
+        sums = {"directions": self.sum_expressions(x_TD, mask_T), "tokens": mask_T.sum()}
+        gram_EE = self.gram(sums["directions"], sums["tokens"])
+        logits_TE = self.adjust_logits(self.logits(s_TE, gram_EE))
+        losses = self.losses(logits_TE, gram_EE, v_TER, mask_T) if self.training else {}
+        return Scored(logits_TE, logits_TE.softmax(-1), losses, self.overlap_of(gram_EE.detach()), sums)
+
+    def select(self, logits_TE: Tensor, scores_TE: Tensor, mask_T: Tensor) -> Selected:
+        """Return the experts of each token, after the quota in training; without gradients."""
+        errors, sums = None, {}
+        if self.training or self.options["evaluation"] == "published":
+            selection_TE, plan = self.balanced(logits_TE, mask_T)
+            errors = plan.column_error, column_error(scores_TE, mask_T)
+            sums = {"potentials": plan.potential_E, "batches": torch.ones_like(plan.column_error)}
+        else:
+            selection_TE = logits_TE + self.potential_E
+        selection_TE = self.adjust_selection(selection_TE)
+        chosen_TK = self.choose(selection_TE, mask_T)
+        dropped_T = None
+        if self.training and self.options["quota"]:
+            accepted_TK = self.admit(chosen_TK, selection_TE, mask_T)
+            dropped_T = ((chosen_TK >= 0) & ~accepted_TK).sum(-1)
+            chosen_TK = torch.where(accepted_TK, chosen_TK, -1)
+        return Selected(chosen_TK, selection_TE, dropped_T, errors, sums)
+
+    def diagnostics(self, scored: Scored, selected: Selected) -> dict[str, Diagnostic]:
+        """Overlap of directions, 1/R for random ones, and the column error, beside that without Sinkhorn."""
+        found = {"direction_overlap": Diagnostic(scored.overlap, 1 / self.options["router_dim"], 1.0)}
+        if selected.errors is not None:
+            found["column_error"] = Diagnostic(*selected.errors, float(self.config.experts - 1))
+        return found
 
     def plain(self, inputs: RouterInput) -> Routed:
         """Linear, softmax, top-k, and nothing that balances."""
@@ -208,56 +254,62 @@ class Spectra(Router):
 
     # --- components, in order of execution
 
-    def trajectories(self, inputs: RouterInput) -> tuple[Tensor | None, Tensor]:
-        """Return the depth state for the next layer and h [T, n, R] computed from it.
+    def depth_state(self, inputs: RouterInput) -> Tensor:
+        """Return each token's state [T, R], from its x and the state of the previous layer.
 
-        Without the GRU, h is a linear map of x and there is no state.
+        Without the GRU, a linear map of x.
         """
-        if self.options["gru"]:
-            cell = self.shared
-            assert isinstance(cell, nn.GRUCell), "the model passes shared_parts to every layer's router"
-            carried_TR = cell(inputs.x_TD, inputs.carried_TR)  # a state of None is 0
-            return carried_TR, self.per_expert(self.expand(carried_TR))
-        return None, self.per_expert(self.expand(self.state(inputs.x_TD)))
+        if not self.options["gru"]:
+            state_TR: Tensor = self.state(inputs.x_TD)
+            return state_TR
+        cell = self.shared
+        assert isinstance(cell, nn.GRUCell), "the model passes shared_parts to every layer's router"
+        return cell(inputs.x_TD, inputs.carried_TR)  # a state of None is 0
 
-    def expressions(self, x_TD: Tensor) -> Tensor:
+    def trajectories(self, state_TR: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
+        """Return h [T, n, R]."""
+        return self.per_expert(self.expand, state_TR, dtype)
+
+    def expressions(self, x_TD: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
         """Return v [T, n, R]; without expression one vector per token, the same for all experts."""
-        v = self.express(x_TD)
-        if self.options["expression"]:
-            return self.per_expert(v)
-        return v[:, None].expand(-1, self.config.experts, -1)
+        return self.per_expert(self.express, x_TD, dtype)
 
-    def per_expert(self, flat: Tensor) -> Tensor:
-        return flat.view(len(flat), self.config.experts, self.options["router_dim"])
+    def per_expert(self, linear: nn.Linear, x: Tensor, dtype: torch.dtype) -> Tensor:
+        """Return the map's result [T, n, R] in that dtype, summed in float32: most of the router's work."""
+        with torch.autocast(x.device.type, dtype, enabled=dtype.itemsize < x.dtype.itemsize):
+            mapped_TER = linear(x).unflatten(-1, (-1, self.options["router_dim"]))
+        return mapped_TER.expand(-1, self.config.experts, -1)
 
     def similarity(self, h_TER: Tensor, v_TER: Tensor) -> Tensor:
-        """s = cos(h, v), [T, n]."""
+        """s = cos(h, v), [T, n], in float32."""
         # functional.cosine_similarity normalises both first: two more tensors of this size, half as fast
+        h_TER, v_TER = h_TER.float(), v_TER.float()
         lengths_TE = h_TER.norm(dim=-1) * v_TER.norm(dim=-1)
         return (h_TER * v_TER).sum(-1) / lengths_TE.clamp(min=1e-8)
 
-    def gram(self, v_TER: Tensor, mask_T: Tensor) -> Tensor:
-        """G = m m', m_i = unit(0.9 EMA_i + 0.1 masked batch mean of v[t,i]); gradients through the mean only.
+    def sum_expressions(self, x_TD: Tensor, mask_T: Tensor) -> Tensor:
+        """Return the sum of v over real tokens, [n, R]: v is linear in x, so the map of the sum of x."""
+        sum_D = mask_T.to(x_TD.dtype) @ x_TD
+        sum_F = functional.linear(sum_D, self.express.weight) + mask_T.sum() * self.express.bias
+        return sum_F.view(-1, self.options["router_dim"]).expand_as(self.direction_ER)
+
+    def gram(self, sum_ER: Tensor, tokens: Tensor) -> Tensor:
+        """G = m m', m_i = unit(0.9 EMA_i + 0.1 mean of v[t,i] over tokens); gradients through the mean only.
 
         Evaluation: unit(EMA_i).
         """
-        if not self.training:
-            m_ER = self.direction_ER
-        else:
-            sum_ER = torch.where(mask_T[:, None, None], v_TER, 0).sum(0)
-            self.accumulate("directions", sum_ER)
-            self.accumulate("tokens", mask_T.sum())
+        m_ER = self.direction_ER
+        if self.training:
             decay, ranks = self.options["direction_decay"], self.sharing
-            tokens = ranks.sum(mask_T.sum()).clamp(min=1)
-            m_ER = decay * self.direction_ER + (1 - decay) * ranks.sum_with_gradients(sum_ER) / tokens
+            mean_ER = ranks.sum_with_gradients(sum_ER) / ranks.sum(tokens).clamp(min=1)
+            m_ER = decay * m_ER + (1 - decay) * mean_ER
         m_ER = functional.normalize(m_ER, dim=-1)
         return m_ER @ m_ER.T
 
-    def direction_overlap(self, gram_EE: Tensor) -> Diagnostic:
-        """Return the mean squared cosine of two directions: 1/R for random ones, 1 when all are equal."""
+    def overlap_of(self, gram_EE: Tensor) -> Tensor:
+        """Return the mean squared cosine of two directions: 1 when all are equal."""
         n = self.config.experts
-        overlap = gram_EE.square().fill_diagonal_(0).sum() / max(n * (n - 1), 1)
-        return Diagnostic(overlap, 1 / self.options["router_dim"], 1.0)
+        return gram_EE.square().fill_diagonal_(0).sum() / max(n * (n - 1), 1)
 
     def logits(self, s_TE: Tensor, gram_EE: Tensor) -> Tensor:
         """-C/eps, [T, n]."""
@@ -273,14 +325,12 @@ class Spectra(Router):
         sign = 1 if options["penalty_sign"] == "published" else -1
         return (s_TE + sign * penalty_TE) / options["epsilon"]
 
-    def balanced(self, logits_TE: Tensor, mask_T: Tensor) -> tuple[Tensor, Tensor]:
-        """Return Sinkhorn's log plan [T, n], warm-started from averaged potentials, and its column error."""
+    def balanced(self, logits_TE: Tensor, mask_T: Tensor) -> tuple[Tensor, Balanced]:
+        """Return Sinkhorn's log plan of this rank's tokens and the whole result, from averaged potentials."""
         ranks = self.sharing
         logits_TE, mask_T = ranks.gather_rows(logits_TE), ranks.gather_rows(mask_T)
         plan = balance(logits_TE, mask_T, self.potential_E, self.options["iterations"])
-        self.accumulate("potentials", plan.potential_E)
-        self.accumulate("batches", torch.ones_like(plan.column_error))
-        return ranks.local_rows(plan.log_plan_TE), plan.column_error
+        return ranks.local_rows(plan.log_plan_TE), plan
 
     def choose(self, selection_TE: Tensor, mask_T: Tensor) -> Tensor:
         """Return the k best experts of each real token, -1 for pads."""
@@ -325,11 +375,7 @@ class Spectra(Router):
             log_p_TE = logits_TE.log_softmax(-1)
             losses["entropy"] = weight * (-(log_p_TE.exp() * log_p_TE).sum(-1) * real_T).sum()
         if weight := self.options["speciality_weight"]:
-            v_TER = functional.normalize(v_TER, dim=-1)
-            # V V' and V' V have the same norm and the diagonal of the first is 1: use the smaller
-            inner = v_TER.mT @ v_TER if v_TER.shape[-1] < n else v_TER @ v_TER.mT
-            beyond_T = inner.square().sum((-1, -2)) - n
-            losses["speciality"] = weight * (beyond_T * real_T).sum() / pairs
+            losses["speciality"] = weight * (overlaps(v_TER) * real_T).sum() / pairs
         return losses
 
     @torch.no_grad()
@@ -341,6 +387,20 @@ class Spectra(Router):
             self.direction_ER.lerp_(directions_ER / tokens.clamp(min=1), 1 - self.options["direction_decay"])
         if batches is not None and potentials_E is not None:
             self.potential_E.lerp_(potentials_E / batches, 1 - self.options["potential_decay"])
+
+
+def overlaps(v_TER: Tensor) -> Tensor:
+    """Return each token's sum of squared cosines of v_i and v_j over i != j, [T]."""
+    n, width = v_TER.shape[-2:]
+    unit_TER = functional.normalize(v_TER.float(), dim=-1).to(v_TER.dtype)
+    with torch.no_grad():
+        # U U' U: its inner product with U is ||U U'||^2 = ||U' U||^2, whose gradient is 4 U U' U
+        if width < n:
+            product_TER = unit_TER @ (unit_TER.mT @ unit_TER)
+        else:
+            product_TER = (unit_TER @ unit_TER.mT) @ unit_TER
+    total_T = (product_TER.float() * unit_TER.float()).sum((-1, -2))
+    return 4 * total_T - 3 * total_T.detach() - n  # one product less than by autograd; the diagonal is n
 
 
 # --- Sinkhorn's iteration in the log domain
