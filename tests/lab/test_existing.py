@@ -258,8 +258,10 @@ def test_a_dense_model_is_upcycled_trained_and_compared_with_the_dense_control(f
     }
     for name in ("upcycled", "trained", "dense, trained on"):
         np.testing.assert_array_equal(drawn[name], rows[name])
-    model = AutoModelForCausalLM.from_pretrained(here / "run" / "model")
-    assert model.config.model_type in ("mixtral", "qwen3_moe")
+    if family != "gpt2":
+        model = AutoModelForCausalLM.from_pretrained(here / "run" / "model")
+        assert model.config.model_type in ("mixtral", "qwen3_moe")
+    assert run.info["model"]["top_k"] == 2
 
 
 def test_routers_over_equal_copies_are_rejected(here):
@@ -381,6 +383,35 @@ def test_the_other_verbs_work_on_a_model_with_another_router(router, here):
     pruned = load_model(str(written), "auto", "cpu").model
     assert {block.n_experts for block in find_blocks(pruned)} == {2}
     assert torch.isfinite(pruned(ids()).logits).all()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("router", ["kept", "spectra"])
+def test_every_verb_works_on_an_upcycled_gpt2(router, here):
+    base = saved("gpt2", here / "base")
+    config = settings(router=router, experts=4, noise=0.3)
+    model = moescope.train(config, base=base, out=here / "run", quiet=True).path / "model"
+    texts = [json.dumps({"text": f"document {number} has words of its own. " * 12}) for number in range(40)]
+    (here / "text.jsonl").write_text("\n".join(texts))
+    text = [str(here / "text.jsonl")]
+    upcycled = here / "run" / "upcycled"
+    assert load_model(str(model), "auto", "cpu").model.config.moescope_replaced["family"] == "gpt2"
+    runs = [
+        moescope.compare(upcycled, model, out=here / "compare", quiet=True),
+        moescope.compress(model, keep=2, text=text, apply=here / "pruned", out=here / "compress", quiet=True),
+        moescope.intervene(model, sweep="experts", text=text, out=here / "intervene", quiet=True),
+        moescope.trace(model, text=text, out=here / "trace", quiet=True),
+        moescope.scan(model, out=here / "scan", quiet=True),
+    ]
+    assert [run.info["status"] for run in runs] == ["done"] * 5
+    pruned = load_model(str(here / "pruned"), "auto", "cpu").model
+    assert {block.n_experts for block in find_blocks(pruned)} == {2}
+    assert torch.isfinite(pruned(ids()).logits).all()
+    page = moescope.report(*(run.path for run in runs), here / "run", out=here / "page.html")
+    assert (here / "page.html").stat().st_size > 100_000, page
+    again = moescope.train(settings(steps=2), base=model, out=here / "again", quiet=True)  # its result, again
+    assert "moescope_replaced" in (here / "again" / "model" / "config.json").read_text()
+    assert again.info["warnings"] == []
 
 
 @pytest.mark.slow

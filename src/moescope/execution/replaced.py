@@ -99,7 +99,8 @@ def replace_routers(model: Any, config: ModelConfig) -> Replaced:
     """
     blocks = find_blocks(model)
     text = model.config.get_text_config()
-    for block in blocks:
+    before = Replaced.of(getattr(model.config, KEY)) if hasattr(model.config, KEY) else None
+    for block in blocks if before is None else ():
         if not block.name.endswith(".mlp") or block.router is not getattr(block.module, "gate", None):
             raise BadInput(
                 f"model type {block.model_type!r}: its router is not mlp.gate ({block.where()}), so it "
@@ -111,7 +112,8 @@ def replace_routers(model: Any, config: ModelConfig) -> Replaced:
             f"model type {blocks[0].model_type!r}: layers differ in experts {sorted(sizes)}; keep them"
         )
     kind = router_class(config.router)
-    top_k = kind.fixed_top_k or config.top_k or int(text.num_experts_per_tok)
+    chosen = before.model.top_k if before else int(text.num_experts_per_tok)
+    top_k = kind.fixed_top_k or config.top_k or chosen
     options = dict(config.router_options)
     if "renormalise" in kind.OPTIONS and hasattr(text, "norm_topk_prob"):
         options.setdefault("renormalise", bool(text.norm_topk_prob))
@@ -124,18 +126,19 @@ def replace_routers(model: Any, config: ModelConfig) -> Replaced:
         router_options=options,
     )
     check_model(replace(settled, heads=1))
-    scale = float(getattr(text, "routed_scaling_factor", None) or 1.0)
+    scale = before.scale if before else float(getattr(text, "routed_scaling_factor", None) or 1.0)
     places = tuple((block.layer, block.name) for block in blocks)
-    replaced = Replaced(str(model.config.model_type), settled, places, scale)
+    family = before.family if before else str(model.config.model_type)
+    replaced = Replaced(family, settled, places, scale)
     if getattr(text, "output_router_logits", False):  # the family looks for its own routers
         text.output_router_logits = False
-    rows = [block.weight_ED.detach() for block in blocks]
+    rows = [block.rows_ED for block in blocks]
     model.routers_instead = tuple(install_routers(model, replaced))
     for instead, rows_ED in zip(model.routers_instead, rows, strict=True):
         weight = getattr(instead.router, "weight", None)
-        if isinstance(weight, nn.Parameter) and weight.shape == rows_ED.shape:
-            weight.data.copy_(rows_ED.float())
-    model.to(rows[0].device)
+        if isinstance(weight, nn.Parameter) and rows_ED is not None and weight.shape == rows_ED.shape:
+            weight.data.copy_(rows_ED.detach().float())
+    model.to(blocks[0].device)
     model.routing_blocks, model.expert_blocks = partial(routing_blocks, model), partial(expert_blocks, model)
     return replaced
 
@@ -160,11 +163,11 @@ def expert_blocks(model: Any) -> dict[int, Apart]:
 
 
 def save_replaced(model: Any, replaced: Replaced, family_routers: Sequence[Any], folder: Path) -> None:
-    """Write a model with replaced routers; `family_routers` are the ones that were replaced.
+    """Write a model with replaced routers; `family_routers` are the family's own, if it has any.
 
     A linear top-k becomes the family's own router, and the checkpoint an ordinary one of the family.
     """
-    if is_plain(replaced):
+    if is_plain(replaced) and family_routers:
         save_plain(model, replaced, family_routers, folder)
     else:
         save_with_code(model, replaced, folder)
@@ -197,25 +200,34 @@ def save_plain(model: Any, replaced: Replaced, family_routers: Sequence[Any], fo
 
 def save_with_code(model: Any, replaced: Replaced, folder: Path) -> None:
     """Write weights under the names they have in memory, and the sources of the routers."""
-    config_class, model_class = family_classes(replaced.family)
     tied = bool(model.config.get_text_config().tie_word_embeddings)
     tensors = [
         plan_tensor(name, tensor)
         for name, tensor in model.state_dict().items()
         if not (tied and name == "lm_head.weight")
     ]
-    kind = router_class(replaced.model.router)
+    write_checkpoint(folder, tensors, config_with_code(model.config.to_dict(), replaced))
+    write_sources(replaced, folder)
+
+
+def config_with_code(config: dict[str, Any], replaced: Replaced) -> dict[str, Any]:
+    """Return config.json of a checkpoint with replaced routers, from that of its family."""
+    config_class, model_class = family_classes(replaced.family)
     classes = {"AutoConfig": config_class, "AutoModelForCausalLM": model_class}
-    config = {
-        **model.config.to_dict(),
+    return {
+        **config,
         "model_type": KEY,
         "architectures": [f"Moescope{model_class.__name__}"],
         "auto_map": {auto: f"{FILE}.Moescope{part.__name__}" for auto, part in classes.items()},
         KEY: replaced.as_dict(),
-        FACTS: kind.facts(replaced.model),
+        FACTS: router_class(replaced.model.router).facts(replaced.model),
     }
-    write_checkpoint(folder, tensors, config)
-    for name, text in sources(replaced, config_class.__name__, model_class.__name__).items():
+
+
+def write_sources(replaced: Replaced, folder: Path) -> None:
+    """Write the modelling file and the modules it needs."""
+    names = (part.__name__ for part in family_classes(replaced.family))
+    for name, text in sources(replaced, *names).items():
         (folder / name).write_text(text, encoding="utf-8")
 
 

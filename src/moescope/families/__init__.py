@@ -27,7 +27,14 @@ from moescope.families.mlp_experts import MLP_EXPERTS
 from moescope.families.mlp_router import MLP_ROUTER
 from moescope.families.nllb import NLLB
 from moescope.families.reading import MoeCheckpoint, find_layers, fits, known_kind, read_layout
-from moescope.families.replaced import REPLACED, REPLACED_KEYS, REPLACED_ROWLESS
+from moescope.families.replaced import (
+    REPLACED,
+    REPLACED_GELU,
+    REPLACED_KEYS,
+    REPLACED_KEYS_GELU,
+    REPLACED_ROWLESS,
+    REPLACED_ROWLESS_GELU,
+)
 from moescope.families.router_gate import ROUTER_GATE
 from moescope.families.switch import SWITCH
 
@@ -35,7 +42,8 @@ from moescope.families.switch import SWITCH
 FAMILIES: list[Family] = [
     MIXTRAL, MLP_EXPERTS, GPT_OSS, MLP_ROUTER, ROUTER_GATE, HUNYUAN, FEED_FORWARD, LFM2, DBRX, GRANITE,
     GRANITE_FUSED, NLLB, SWITCH, LAB, LAB_GELU, LAB_KEYS, LAB_LINEAR, LAB_LINEAR_GELU, LAB_ROWLESS,
-    LAB_ROWLESS_GELU, REPLACED, REPLACED_KEYS, REPLACED_ROWLESS,
+    LAB_ROWLESS_GELU, REPLACED, REPLACED_KEYS, REPLACED_ROWLESS, REPLACED_GELU, REPLACED_KEYS_GELU,
+    REPLACED_ROWLESS_GELU,
 ]  # fmt: skip
 # By model_type, independent of the layout: transformers may save Mixtral in Qwen's layout.
 MODELS: dict[str, Model] = {kind: model for family in FAMILIES for kind, model in family.models.items()}

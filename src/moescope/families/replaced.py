@@ -1,8 +1,11 @@
-"""Models of transformers with routers of the lab: `mlp.gate.router`, fused experts."""
+"""Models of transformers with routers of the lab: `mlp.gate.router`, fused experts.
+
+GPT-2's experts have no gate, but biases; their tensors are named as the lab's.
+"""
 
 from dataclasses import replace
 
-from moescope.families.lab import router_facts, router_state_of
+from moescope.families.lab import LAB_GELU, router_facts, router_state_of
 from moescope.families.layout import Config, Family, Model, fused_gate_up
 from moescope.families.mlp_experts import MLP_EXPERTS
 
@@ -25,7 +28,14 @@ def rowless_router(config: Config) -> str | None:
 
 REPLACED = Family(
     name="replaced",
-    models={KEY: Model((f"{KEY}.model.experts",), (f"{KEY}.model.top_k",), replaced_layers)},
+    models={
+        KEY: Model(
+            (f"{KEY}.model.experts",),
+            (f"{KEY}.model.top_k",),
+            replaced_layers,
+            activation=("hidden_act", "hidden_activation", "activation_function"),
+        )
+    },
     router=f"{ROUTER}weight",
     markers=(GATE_UP,),
     experts=fused_gate_up(GATE_UP, "{L}.mlp.experts.down_proj"),
@@ -47,3 +57,12 @@ REPLACED_ROWLESS = replace(
     rowless_router=rowless_router,
     router_parts=(".mlp.gate.router.", "moescope_shared_router."),
 )
+GELU = {
+    "markers": LAB_GELU.markers,
+    "experts": LAB_GELU.experts,
+    "biases": LAB_GELU.biases,
+    "norm": "{L}.ln_2.weight",
+}
+REPLACED_GELU = replace(REPLACED, name="replaced_gelu", models={}, **GELU)  # type: ignore[arg-type]
+REPLACED_KEYS_GELU = replace(REPLACED_KEYS, name="replaced_keys_gelu", **GELU)  # type: ignore[arg-type]
+REPLACED_ROWLESS_GELU = replace(REPLACED_ROWLESS, name="replaced_rowless_gelu", **GELU)  # type: ignore[arg-type]

@@ -17,6 +17,7 @@ import numpy as np
 
 from moescope.checkpoint import open_checkpoint
 from moescope.decoder.config import ModelConfig, Option, check_numbers, override, unknown_key
+from moescope.decoder.replacement import KEY, Replaced
 from moescope.decoder.saving import FACTS, LAB
 from moescope.errors import BadInput, unknown_name
 from moescope.execution.model_names import checkpoint_identity
@@ -41,7 +42,6 @@ if TYPE_CHECKING:
 
     from moescope.checkpoint import Checkpoint
     from moescope.decoder.ranks import Ranks
-    from moescope.decoder.replacement import Replaced
     from moescope.execution.models import TracedModel
     from moescope.lab.batches import TokenRows
     from moescope.lab.training import Data
@@ -416,7 +416,7 @@ def run_existing(job: ExistingJob, watching: dict[str, Any], overwrite: bool = F
         losses["upcycled" if dense else UNTOUCHED] = held_out(model, job, vocabulary)
     data = rows_of(job.corpus, vocabulary, config)
     family_routers, replaced, agreement = put_router(job, traced, data.validation)
-    balanced = replaced is None and tuning.use_balance_loss(model, config.base.balance)
+    balanced = config.base.router == KEPT and tuning.use_balance_loss(model, config.base.balance)
     partly = tuning.choose_trained(model, config.base.trained, chosen_experts(config.base, model))
     adapted = None
     if config.base.lora:
@@ -517,21 +517,30 @@ def put_router(
     if base.router == KEPT:
         if base.top_k and not dense:
             raise BadInput("[base] top_k is of a new router or a dense base; name a router, or remove it")
-        return [], None, None
+        stored = getattr(traced.config, KEY, None)  # its routers are not of its family
+        share_ranks(traced.model, job.ranks)
+        return [], Replaced.of(stored) if stored else None, None
     import torch
 
     from moescope.execution.adapters import find_blocks
     from moescope.execution.replaced import replace_routers
 
-    family_routers = [block.module.gate for block in find_blocks(traced.model)]
+    family_routers = [
+        block.module.gate for block in find_blocks(traced.model) if hasattr(block.module, "gate")
+    ]
     sample = torch.from_numpy(rows.batch(np.arange(min(rows.rows, 16))).ids_BL).to(job.device)
     before = {} if dense else chosen_by_layer(traced.model, sample)
     config = ModelConfig(router=base.router, top_k=base.top_k, router_options=base.router_options)
     replaced = replace_routers(traced.model, config)
-    for one in traced.model.routers_instead:
-        one.router.ranks = job.ranks
+    share_ranks(traced.model, job.ranks)
     shares = None if dense else agreement(before, chosen_by_layer(traced.model, sample))
     return family_routers, replaced, shares
+
+
+def share_ranks(model: Any, ranks: Ranks) -> None:
+    """Let routers of the lab see the loads of all ranks."""
+    for one in getattr(model, "routers_instead", ()):
+        one.router.ranks = ranks
 
 
 def chosen_by_layer(model: Any, ids_BL: Any) -> dict[int, Any]:
@@ -660,6 +669,7 @@ def control_loss(job: ExistingJob, name: str, folder: Path) -> pd.DataFrame:
     traced, vocabulary = load_base(name, job.device, train)
     model, partly = traced.model, []
     if not is_dense(open_checkpoint(name).config):
+        share_ranks(model, job.ranks)
         tuning.use_balance_loss(model, base.balance)
         partly = tuning.choose_trained(model, base.trained, chosen_experts(base, model))
     elif base.trained != "everything":

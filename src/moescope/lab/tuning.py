@@ -361,6 +361,11 @@ def use_balance_loss(model: Any, weight: float) -> bool:
     Trainer receives one loss, and its gradient reaches the routers.
     """
     config = model.config.get_text_config()
+    plain = [one.router for one in getattr(model, "routers_instead", ()) if one.router.plain_top_k]
+    if plain:  # of an upcycled GPT-2
+        for router in plain:
+            router.options["balance"] = weight
+        return True
     if not hasattr(config, "router_aux_loss_coef") or not hasattr(model, "router_aux_loss_coef"):
         return False
     config.output_router_logits = bool(weight)

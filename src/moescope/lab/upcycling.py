@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -20,18 +20,27 @@ from moescope.checkpoint.writing import (
     StoredBytes,
     Written,
     bytes_of,
+    plan_tensor,
     torch_dtype,
     write_checkpoint,
 )
+from moescope.decoder.config import ModelConfig
+from moescope.decoder.replacement import KEY, Replaced
 from moescope.errors import BadInput
+from moescope.storage import whole_folder
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 ROUTER_STD = 0.02  # of the new router's rows
 DENSE_PARTS = ("gate_proj", "up_proj", "down_proj")
+GPT2 = "gpt2"  # becomes a model with a modelling file of its own: transformers has none with its experts
+GPT2_PART = re.compile(r"transformer\.h\.(\d+)\.mlp\.(c_fc|c_proj)\.(weight|bias)")
+GPT2_NAMES = {"c_fc": "up", "c_proj": "down"}
+GPT2_MASKS = re.compile(r"\.attn\.(bias|masked_bias)$")  # of old checkpoints; transformers computes them
 FEED_FORWARD = re.compile(r"(model\.layers\.(\d+)\.)mlp\.(\w+)\.weight")
-EXPERT_KEYS = ("num_experts", "num_local_experts", "n_routed_experts")  # of a config that has experts already
+# of a config that has experts already
+EXPERT_KEYS = ("num_experts", "num_local_experts", "n_routed_experts", KEY)
 
 
 @dataclass(frozen=True)
@@ -90,6 +99,8 @@ def upcycle(
 ) -> Written:
     """Write the upcycled checkpoint: Llama and Mistral become Mixtral, Qwen3 becomes Qwen3-MoE.
 
+    GPT-2 becomes a model that transformers loads with `trust_remote_code`.
+
     Parameters
     ----------
     experts, top_k : int
@@ -102,20 +113,23 @@ def upcycle(
         Receives the bytes written and the total.
     """
     target = target_of(checkpoint, experts, top_k, noise)
-    config = upcycled_config(checkpoint, target, experts, top_k)
     stored = StoredBytes(checkpoint)
-    tensors = list(planned(checkpoint, stored, target, experts, noise, seed))
     source = Path(next(iter(checkpoint.stored.values())).file).parent
+    if target is None:
+        return upcycle_gpt2(checkpoint, stored, source, Path(folder), experts, top_k, noise, seed, progress)
+    config = upcycled_config(checkpoint, target, experts, top_k)
+    tensors = list(planned(checkpoint, stored, target, experts, noise, seed))
     return write_checkpoint(folder, tensors, config, source, progress=progress)
 
 
-def target_of(checkpoint: Checkpoint, experts: int, top_k: int, noise: float) -> Target:
-    """Return the family to write; raise where there is none, or a number makes no sense."""
+def target_of(checkpoint: Checkpoint, experts: int, top_k: int, noise: float) -> Target | None:
+    """Return the family to write, None for GPT-2; raise where there is none, or a number makes no sense."""
     config = checkpoint.config or {}
     kind = config.get("model_type")
-    if kind not in TARGETS:
+    known = (*TARGETS, GPT2)
+    if kind not in known:
         raise BadInput(
-            f"{checkpoint.shown}: model type {kind!r} cannot be upcycled; known: {', '.join(TARGETS)}"
+            f"{checkpoint.shown}: model type {kind!r} cannot be upcycled; known: {', '.join(known)}"
         )
     if experts < 2:
         raise BadInput(f"[base] experts = {experts}: must be at least 2")
@@ -123,9 +137,12 @@ def target_of(checkpoint: Checkpoint, experts: int, top_k: int, noise: float) ->
         raise BadInput(f"[base] top_k = {top_k}: must be from 1 to the {experts} experts")
     if not 0 <= noise < float("inf"):
         raise BadInput(f"[base] noise = {noise}: must be 0 or more")
-    target = TARGETS[kind]
-    for key in target.refused:
+    target = TARGETS.get(kind)
+    if target is None and top_k < 2:
+        raise BadInput(f"[base] top_k = {top_k}: must be at least 2 for GPT-2, whose gates sum to 1")
+    for key in target.refused if target else ():
         if config.get(key):
+            assert target is not None
             raise BadInput(
                 f"{checkpoint.shown}: {key} is {config[key]} in config.json, which {target.model_type} does "
                 "not have; upcycle another model"
@@ -157,8 +174,6 @@ def planned(
     checkpoint: Checkpoint, stored: StoredBytes, target: Target, experts: int, noise: float, seed: int
 ) -> Iterator[PlannedTensor]:
     """Yield every tensor of the new checkpoint: experts by layer, their router, and the rest as it is."""
-    import torch
-
     new_names = dict(zip(DENSE_PARTS, target.parts, strict=True))
     width = int((checkpoint.config or {})["hidden_size"])
     for number, (name, info) in enumerate(checkpoint.stored.items()):
@@ -176,24 +191,100 @@ def planned(
             else:
                 yield stored.copy(name, new)
         if part == DENSE_PARTS[0]:
-            generator = torch.Generator().manual_seed(seed * 10_007 + layer)
-            rows_ED = torch.randn(experts, width, generator=generator) * ROUTER_STD
-            rows_ED = rows_ED.to(torch_dtype(info.dtype))
-            shape, size = (experts, width), rows_ED.numel() * rows_ED.element_size()
-            chunks = partial(whole, rows_ED)
-            yield PlannedTensor(f"{block}.gate.weight", info.dtype, shape, size, chunks)
+            rows_ED = router_rows(experts, width, seed, layer).to(torch_dtype(info.dtype))
+            yield plan_tensor(f"{block}.gate.weight", rows_ED)
 
 
-def whole(tensor: Tensor) -> Iterator[memoryview]:
-    yield bytes_of(tensor)
+def router_rows(experts: int, width: int, seed: int, layer: int) -> Tensor:
+    import torch
+
+    generator = torch.Generator().manual_seed(seed * 10_007 + layer)
+    return torch.randn(experts, width, generator=generator) * ROUTER_STD
 
 
 def noisy(checkpoint: Checkpoint, name: str, noise: float, seeds: list[int]) -> Iterator[memoryview]:
     """Yield the tensor's bytes with its noise added."""
+    yield bytes_of(with_noise(checkpoint.read(name), noise, seeds))
+
+
+def with_noise(tensor: Tensor, noise: float, seeds: list[int]) -> Tensor:
     import numpy as np
     import torch
 
-    tensor = checkpoint.read(name)
+    if not noise:
+        return tensor
     draws = np.random.default_rng(seeds).standard_normal(tuple(tensor.shape), dtype=np.float32)
     changed = tensor.float() + noise * tensor.float().std() * torch.from_numpy(draws)
-    yield bytes_of(changed.to(tensor.dtype))
+    return changed.to(tensor.dtype)
+
+
+# --- GPT-2
+
+
+def upcycle_gpt2(
+    checkpoint: Checkpoint,
+    stored: StoredBytes,
+    source: Path,
+    folder: Path,
+    experts: int,
+    top_k: int,
+    noise: float,
+    seed: int,
+    progress: Callable[[int, int], None] | None,
+) -> Written:
+    """Write GPT-2 with experts: linear top-k routers of the lab, and the modelling file."""
+    from transformers import AutoConfig
+
+    from moescope.execution.replaced import config_with_code, write_sources
+
+    config = dict(checkpoint.config or {})
+    known = AutoConfig.for_model(**config)
+    model = ModelConfig(
+        router="topk",
+        router_options={"z": 0.0},
+        experts=experts,
+        top_k=top_k,
+        d_model=known.hidden_size,
+        vocabulary=known.vocab_size,
+    )
+    places = tuple((layer, f"transformer.h.{layer}.mlp") for layer in range(known.num_hidden_layers))
+    replaced = Replaced(GPT2, model, places)
+    tensors = list(planned_gpt2(checkpoint, stored, replaced, noise, seed))
+    with whole_folder(folder) as partial_folder:
+        written = write_checkpoint(
+            partial_folder, tensors, config_with_code(config, replaced), source, progress=progress
+        )
+        write_sources(replaced, partial_folder)
+    return replace(written, path=folder)
+
+
+def planned_gpt2(
+    checkpoint: Checkpoint, stored: StoredBytes, replaced: Replaced, noise: float, seed: int
+) -> Iterator[PlannedTensor]:
+    """Yield every tensor: copies stacked and transposed to [expert, out, in], routers, the rest as it is."""
+    experts = replaced.model.experts
+    for number, (name, info) in enumerate(checkpoint.stored.items()):
+        full = name if name.startswith(("transformer.", "lm_head.")) else f"transformer.{name}"
+        if GPT2_MASKS.search(full):
+            continue
+        match = GPT2_PART.fullmatch(full)
+        if not match:
+            yield stored.copy(name, full)
+            continue
+        place = f"transformer.h.{match[1]}.mlp."
+        new = f"{place}experts.{GPT2_NAMES[match[2]]}{'_bias' if match[3] == 'bias' else ''}"
+        shape = (experts, *reversed(info.shape))
+        copies = partial(stacked, checkpoint, name, experts, noise, [seed, number])
+        yield PlannedTensor(new, info.dtype, shape, experts * stored.nbytes(name), copies)
+    for layer, block in replaced.blocks:
+        rows_ED = router_rows(experts, replaced.model.d_model, seed, layer)
+        yield plan_tensor(f"{block}.gate.router.weight", rows_ED)
+
+
+def stacked(
+    checkpoint: Checkpoint, name: str, experts: int, noise: float, seeds: list[int]
+) -> Iterator[memoryview]:
+    """Yield one transposed copy per expert, with its noise."""
+    tensor = checkpoint.read(name).movedim(0, -1).contiguous()
+    for expert in range(experts):
+        yield bytes_of(with_noise(tensor, noise, [*seeds, expert]))
