@@ -11,6 +11,7 @@ import shutil
 import signal
 import threading
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -23,13 +24,14 @@ import moescope.lab.overhead
 import moescope.lab.study_config
 import moescope.lab.study_statistics
 import moescope.lab.training
-import moescope.routing.collectors  # noqa: F401
+import moescope.routing.collectors
 from checkpoints import tiny_checkpoint
 from lab.tiny_study import write_study
 from moescope import storage
 from moescope.comparison.verb import compare
 from moescope.compression.verb import compress
-from moescope.execution.streamed import load_streamed
+from moescope.execution.streamed import StreamedModel, load_streamed
+from moescope.execution.ways import Expected
 from moescope.intervention.verb import intervene
 from moescope.lab.study import study
 from moescope.lab.train import train
@@ -39,6 +41,7 @@ from moescope.weights.verb import scan
 from routing.tiny_text import save_model, texts, write_jsonl
 from routing.tiny_training import batch, documents, model_of
 
+EXPECT = StreamedModel.expect
 TOML = """
 [model]
 d_model = 16
@@ -126,6 +129,19 @@ def run_streamed(inputs: Path, out: Path) -> None:
     )
 
 
+def run_streamed_compress(inputs: Path, out: Path) -> None:
+    """A compression by layers whose hidden states are in files."""
+    StreamedModel.expect = expect_files
+    options = {"method": "reap", "keep": 0.5, "text": inputs / "text.jsonl", "controls": 1}
+    small = out.with_name(f"{out.name}-small")
+    options |= {"execution": "streamed", "batch_size": 2}
+    compress(inputs / "model", **options, apply=small, out=out, device="cpu", quiet=True)
+
+
+def expect_files(model: StreamedModel, tokens: int) -> Expected:
+    return replace(EXPECT(model, tokens), disk_bytes=1)
+
+
 def run_train(inputs: Path, out: Path) -> None:
     train(inputs / "tiny.toml", router="top2", out=out, device="cpu", quiet=True)
 
@@ -174,6 +190,7 @@ RUNS: dict[str, Callable[[Path, Path], None]] = {
     "trace": run_trace,
     "streamed": run_streamed,
     "compress": run_compress,
+    "streamed_compress": run_streamed_compress,
     "intervene": run_intervene,
     "train": run_train,
     "study": run_study,
@@ -214,3 +231,33 @@ def record(verb: str, inputs: Path, out: Path, watched: Path) -> None:
     storage.failpoint = recorder = Recorder(watched)
     RUNS[verb](inputs, out)
     out.with_name(f"{out.name}.json").write_text(json.dumps(recorder.joining))
+
+
+def judge_until(inputs: Path, out: Path, write: int) -> None:
+    """Compress by layers; kill this process at that write of the judgement."""
+    torch.set_num_threads(1)
+    judge_models = moescope.compression.steps.judge_models
+
+    def armed(*given):
+        storage.failpoint = storage.Failpoint(f"kill:{write}")
+        return judge_models(*given)
+
+    moescope.compression.steps.judge_models = armed
+    RUNS["streamed_compress"](inputs, out)
+
+
+def judge_on(inputs: Path, out: Path) -> None:
+    """Resume a compression; fail if it calibrates; write beside the run at which part each pass began."""
+    passes, loaded_parts = [], StreamedModel.loaded_parts
+
+    def counted(model, first=0):
+        passes.append(first)
+        return loaded_parts(model, first)
+
+    def calibrated(*given):
+        raise AssertionError("calibrated again")
+
+    StreamedModel.loaded_parts = counted
+    moescope.compression.steps.calibrate_text = calibrated
+    attempt("streamed_compress", inputs, out, None)
+    out.with_name(f"{out.name}.json").write_text(json.dumps(passes))

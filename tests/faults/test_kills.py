@@ -144,3 +144,27 @@ def test_a_streamed_trace_killed_at_20_random_moments_has_the_tables_of_an_undis
         assert start("attempt", "streamed", inputs, out, None) == 0
         assert_equal_tables(whole, out)
     assert len(reached) > 1  # runs resumed at several layers
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_a_streamed_compression_killed_while_it_judges_resumes_at_the_pass_and_layer_reached(
+    start, inputs, tmp_path
+):
+    """At random writes of the judgement: hidden states, manifests, results of passes, the control's files."""
+    whole, draw, reached = inputs / "undisturbed-streamed_compress", random.Random("judging"), set()
+    assert start("attempt", "streamed_compress", inputs, whole, None) == 0
+    for number, write in enumerate(sorted(draw.sample(range(1, 120), 8))):
+        out = tmp_path / f"run{number}"
+        assert start("judge_until", inputs, out, write) == -signal.SIGKILL
+        manifest, tasks = out / "streamed" / "manifest.json", out / "parts"
+        part = json.loads(manifest.read_text())["part"] if manifest.exists() else 0
+        done = sum((tasks / task).exists() for task in ("held_out", "reference", "judged-0", "judged-1"))
+        assert start("judge_on", inputs, out) == 0
+        passes = json.loads(out.with_name(f"{out.name}.json").read_text())
+        assert len(passes) == 4 - done
+        assert passes[:1] == [part][: len(passes)]
+        reached.add((done, part))
+        assert_equal_tables(whole, out)
+    assert len({done for done, _ in reached}) > 2
+    assert any(part for _, part in reached)

@@ -20,6 +20,7 @@ from moescope.families import MoeCheckpoint
 from moescope.families.writing import changed_router
 from moescope.types import LayerPlan, Plan, Routing
 
+Tensors = dict[str, Tensor]
 SAME_CHOICE = 0.98  # share of tokens with equal choices from which a router depends on single tokens only
 
 
@@ -275,6 +276,24 @@ class HeldOutStates:
 
     reads: dict[int, RouterReads]
     output: dict[int, Tensor]
+
+    def to_tensors(self) -> Tensors:
+        parts = {layer: {**vars(reads), "output": self.output[layer]} for layer, reads in self.reads.items()}
+        return {
+            f"{layer}.{name}": tensor
+            for layer, tensors in parts.items()
+            for name, tensor in tensors.items()
+            if tensor is not None
+        }
+
+    @classmethod
+    def of_tensors(cls, tensors: Tensors) -> HeldOutStates:
+        layers: dict[int, Tensors] = {}
+        for name, tensor in tensors.items():
+            layer, _, part = name.partition(".")
+            layers.setdefault(int(layer), {})[part] = tensor
+        output = {layer: parts.pop("output") for layer, parts in layers.items()}
+        return cls({layer: RouterReads(**parts) for layer, parts in layers.items()}, output)
 
 
 def original_outputs(traced: TracedModel, states: Mapping[int, LayerStates]) -> HeldOutStates:

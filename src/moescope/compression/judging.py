@@ -7,18 +7,18 @@ import shutil
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from moescope.compression.applying import apply_plan, share_experts
-from moescope.compression.calibration import StateSample, calibrate
+from moescope.compression.calibration import StateSample, calibrate, load_sums, save_sums
 from moescope.compression.calibration_text import CalibrationText
-from moescope.compression.damage import measured_errors, original_outputs
+from moescope.compression.damage import HeldOutStates, Tensors, measured_errors, original_outputs
 from moescope.compression.plan import Fits
 from moescope.errors import BadInput
 from moescope.execution.budget import deal
@@ -27,13 +27,16 @@ from moescope.execution.documents import Batch, Document, batches, windows
 from moescope.execution.models import TracedModel
 from moescope.families import MoeCheckpoint
 from moescope.progress import progress
+from moescope.run import RunWriter
 from moescope.statistics import FEWEST_DOCUMENTS, bootstrap_interval
+from moescope.storage import leftover_name
 from moescope.types import Array, Integers, Plan
 
 COMPARED_TOKENS = 8_192  # positions whose full distributions are compared
 COMPARED_BYTES = 2**29
 LOGITS_PER_PASS = 2**28  # elements
 FEW_PER_DOMAIN = 8  # documents: with fewer in one of two domains, 95 % intervals cover under 0.92
+TASK_FILE = "judged.safetensors"  # what a pass of the judgement has found
 POSITIONS = 1024  # whose distributions are in float32 at once
 Advance = Callable[[int], None]
 
@@ -42,6 +45,7 @@ Advance = Callable[[int], None]
 class Reference:
     """The original's loss per document, and its logits at the compared positions in its own dtype."""
 
+    ARRAYS: ClassVar[tuple[str, ...]] = ("loss_D", "tokens_D", "compared_D", "domain_D")
     loss_D: Array  # sums over a document's next tokens
     tokens_D: Array  # predicted next tokens
     compared_D: Array  # positions whose distributions are compared
@@ -51,6 +55,16 @@ class Reference:
     @property
     def perplexity(self) -> float:
         return perplexity(self.loss_D, self)
+
+    def to_tensors(self) -> Tensors:
+        logits = {f"logits.{number}": logits for number, logits in enumerate(self.logits)}
+        return {name: torch.from_numpy(getattr(self, name)) for name in self.ARRAYS} | logits
+
+    @classmethod
+    def of_tensors(cls, tensors: Tensors) -> Reference:
+        arrays: dict[str, Any] = {name: tensors[name].numpy() for name in cls.ARRAYS}
+        logits = [tensors[f"logits.{number}"] for number in range(len(tensors) - len(arrays))]
+        return cls(**arrays, logits=logits)
 
     @property
     def tokens(self) -> int:
@@ -68,6 +82,13 @@ class Judged:
     loss_D: Array
     divergence_D: Array  # sums over a document's compared positions
     reference: Reference
+
+    def to_tensors(self) -> Tensors:
+        return {name: torch.from_numpy(getattr(self, name)) for name in ("loss_D", "divergence_D")}
+
+    @classmethod
+    def of_tensors(cls, tensors: Tensors, reference: Reference) -> Judged:
+        return cls(tensors["loss_D"].numpy(), tensors["divergence_D"].numpy(), reference)
 
     @property
     def perplexity(self) -> float:
@@ -87,59 +108,85 @@ def perplexity(loss_D: Array, reference: Reference) -> float:
     return math.exp(loss) if not loss >= 700 else math.inf
 
 
+def once(writer: RunWriter, task: str, make: Callable[[], Tensors]) -> Tensors:
+    """Return what the task has stored; if it is not done, make and store it."""
+    if task in writer.done_tasks():
+        return load_sums(writer.path / "parts" / task / TASK_FILE)[0]
+    made, file = make(), leftover_name(writer.path / "parts")
+    save_sums(file, made, {})
+    writer.flush_task(task, {}, {}, files={TASK_FILE: file})
+    return made
+
+
 def judge_models(
+    writer: RunWriter,
     text: CalibrationText,
     moe: MoeCheckpoint,
     seed: int,
     compressed: tuple[str, Plan, Fits],
     folder: Path | None,
     controls: Sequence[tuple[str, Plan, Fits]],
-    scratch: Path,
     quiet: bool,
 ) -> dict[str, Any]:
     """Judge the original, the compressed model and the controls, one model in memory at a time.
 
-    The compressed model lies in `folder`; a control is written into `scratch`, judged, and removed. A plan
-    that keeps all router rows (`tie`) is not written: the original runs with its experts shared.
+    The compressed model lies in `folder`; a control is written, judged, and removed. A plan that keeps all
+    router rows (`tie`) is not written: the original runs with its experts shared. Every pass over the text is
+    a task of the run, so a killed judgement continues with the pass that it had reached.
     """
     size = text.settings.batch_size
     documents = text.held_out_documents()
+    scratch = leftover_name(writer.path / "parts")
     with progress(None, 0, "tokens", quiet) as advance:
-        sample = StateSample(seed, layers=len(moe.layers))
-        calibrate(text.traced, documents, [sample], size)
-        held_out = original_outputs(text.traced, sample.states)
-        reference = judge_original(text.traced, documents, size, partial(advance, "the original"))
+
+        def run_original() -> Tensors:
+            sample = StateSample(seed, layers=len(moe.layers))
+            calibrate(text.traced, documents, [sample], size)
+            return original_outputs(text.traced, sample.states).to_tensors()
+
+        def judge_reference() -> Tensors:
+            return judge_original(text.traced, documents, size, partial(advance, "the original")).to_tensors()
+
+        held_out = HeldOutStates.of_tensors(once(writer, "held_out", run_original))
+        reference = Reference.of_tensors(once(writer, "reference", judge_reference))
         text.release()
 
-        def judge_model(label: str, traced: TracedModel) -> tuple[Judged, dict[int, float]]:
-            result = judge(traced, documents, reference, size, partial(advance, label))
-            return result, measured_errors(traced, held_out)
-
         def load(plan: Plan, fits: Fits, written: Path | None) -> TracedModel:
-            if plan.router != "tie":
-                return text.load(str(written))
-            traced = text.load(text.model)
-            share_experts(traced, plan, fits)
-            return traced
+            if plan.router == "tie":
+                traced = text.load(text.model)
+                share_experts(traced, plan, fits)
+                return traced
+            if written is None:  # a control
+                written = scratch / "model"
+                scratch.mkdir(parents=True)
+                apply_plan(moe, plan, fits, written)
+            return text.load(str(written))
 
-        name, plan, fits = compressed
-        judged = {name: judge_model("compressed", load(plan, fits, folder))}
-        for name, plan, fits in controls:
-            shutil.rmtree(scratch, ignore_errors=True)
-            scratch.mkdir(parents=True)
+        def judge_model(task: str, label: str, model: Callable[[], TracedModel]) -> tuple[Judged, Tensors]:
+            def run() -> Tensors:
+                return judge(model(), documents, reference, size, partial(advance, label)).to_tensors()
+
+            def measure() -> Tensors:
+                errors = measured_errors(model(), held_out)
+                return {str(layer): torch.tensor(error).double() for layer, error in errors.items()}
+
+            result = once(writer, f"judged-{task}", run)
+            return Judged.of_tensors(result, reference), once(writer, f"errors-{task}", measure)
+
+        judged = {}
+        for number, (name, plan, fits) in enumerate([compressed, *controls]):
+            model = cache(partial(load, plan, fits, None if number else folder))
             try:
-                if plan.router != "tie":
-                    apply_plan(moe, plan, fits, scratch / "model")
-                judged[name] = judge_model(name, load(plan, fits, scratch / "model"))
+                judged[name] = judge_model(str(number), name if number else "compressed", model)
             finally:
                 shutil.rmtree(scratch, ignore_errors=True)
     differences = judged_differences(reference, [result for result, _ in judged.values()], seed)
     results = {
-        name: {**row, "errors": errors}
+        name: {**row, "errors": {layer: error.item() for layer, error in errors.items()}}
         for (name, (_, errors)), row in zip(judged.items(), differences, strict=True)
     }
     warnings = []
-    if unmeasured := sorted(set(sample.states) - set(held_out.reads)):
+    if unmeasured := sorted(set(moe.layers) - set(held_out.reads)):
         warnings.append(
             f"no measured error in layers {', '.join(map(str, unmeasured))}: their blocks read more than the "
             "experts' input"

@@ -202,11 +202,10 @@ def carry_out(writer: RunWriter, work: Work, text: CalibrationText | None, devic
         apply_step(writer, work, plan, fits, quiet)
     if work.judge and text is not None and "judged" not in done:
         controls = [(name, *control(seed, plan)) for name, seed in work.control_seeds().items()]
-        scratch = leftover_name(writer.path / "parts")
         compressed = (work.method.name, plan, fits)
         seed = work.settings.seed
         with writer.timed("judge"):
-            results = judge_models(text, work.moe, seed, compressed, work.apply, controls, scratch, quiet)
+            results = judge_models(writer, text, work.moe, seed, compressed, work.apply, controls, quiet)
         writer.flush_task("judged", {}, results)
         writer.save_info()
     return finish(writer, work, plan, calibration)
