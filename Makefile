@@ -9,7 +9,7 @@ WORKERS ?= 2
 TEST = OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile
 SOURCES = pyproject.toml constraints.txt
 
-.PHONY: dist docs docs-pictures demo demo-model test test-slow fuzz check bench bench-growth bench-memory bench-gpu bench-report bench-peer clean
+.PHONY: study-smoke studies-report dist docs docs-pictures demo demo-model test test-slow fuzz check bench bench-growth bench-memory bench-gpu bench-report bench-peer clean
 
 demo: .venv/core
 	$(BIN)/moescope demo
@@ -44,6 +44,14 @@ docs: .venv/everything
 docs-pictures: .venv/everything
 	$(BIN)/python docs/drawings.py
 	$(BIN)/python docs/pictures.py
+
+# Every study of studies/ at nano size, two seeds, on the embedded corpus: about ten minutes on two cores.
+study-smoke: .venv/everything
+	OMP_NUM_THREADS=1 $(BIN)/python studies/run.py --smoke --jobs 2 --device cpu
+
+# Comparisons, tables and figures of every study that was run, from its stored results; needs no GPU.
+studies-report: .venv/everything
+	$(BIN)/python studies/report.py
 
 # A source distribution, and the wheel built from it.
 dist: .venv/core

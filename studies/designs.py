@@ -297,9 +297,10 @@ def shrink(design: Design) -> Design:
     for name, table in design["arms"].items():
         changed = {key: value for key, value in table["model"].items() if key not in ("d_ff", "heads")}
         changed |= {"d_model": table["model"]["d_model"] // 4} if "d_model" in table["model"] else {}
+        changed |= {"d_ff": table["model"]["d_ff"] // 64 * 8} if "d_ff" in table["model"] else {}
         times = table.get("train", {}).get("steps", STEPS) // STEPS
         steps = {"steps": times * 30} if times > 1 else {}
-        rates = {"learning_rate": 10 * table["train"]["learning_rate"]} if "tune" in name else {}
+        rates = rate(10 * table["train"]["learning_rate"])
         arms[name] = {**table, "model": changed, "train": {**steps, **rates}}
     data = {"vocabulary": vocabulary, "max_bytes": 400_000}
     small = {"model": model, "data": data, "train": train}

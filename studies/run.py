@@ -60,7 +60,7 @@ def run_study(name: str, store: Path, work: Path, seconds: float, jobs: int, dev
     spent = time.perf_counter() - began
     if not (folder / "run.json").exists():
         return False
-    pack(name, folder, store / name)
+    pack(folder, store / name)
     done = len(finished(store / name / "run"))
     shard = {"started": started, "seconds": round(spent, 1), "trainings": done - before, "jobs": jobs}
     describe(store / name, {**shard, "device": device_name(device)})
@@ -77,7 +77,7 @@ def finished(run: Path) -> set[tuple[str, int]]:
     return set(zip(runs["arm"], runs["seed"], strict=True))
 
 
-def pack(name: str, folder: Path, target: Path) -> None:
+def pack(folder: Path, target: Path) -> None:
     """Store run.json and the tables of a run folder, and write results.parquet."""
     run, info = target / "run", read_run_json(folder) or {}
     run.mkdir(parents=True, exist_ok=True)
@@ -90,7 +90,12 @@ def pack(name: str, folder: Path, target: Path) -> None:
         if (folder / f"{table}.parquet").exists():
             shutil.copy(folder / f"{table}.parquet", run)
     write_json(run / "run.json", {**without_absolute_paths(info), "anonymous": True})
-    results(name, run).to_parquet(target / "results.parquet", compression="zstd", index=False)
+    write_results(target)
+
+
+def write_results(target: Path) -> None:
+    frame = results(target.name, target / "run")
+    frame.to_parquet(target / "results.parquet", compression="zstd", index=False)
 
 
 def unpack(run: Path, folder: Path, study: Path) -> None:

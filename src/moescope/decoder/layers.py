@@ -70,6 +70,7 @@ class Cache:
 
     def __init__(self) -> None:
         self.entries: dict[Attention, tuple[Tensor, Tensor]] = {}
+        self.last_B1: Tensor | None = None  # ids of the last tokens
 
     @property
     def length(self) -> int:
@@ -148,7 +149,7 @@ def uses_qk_norm(config: ModelConfig) -> bool:
     if config.qk_norm is not None or not config.modern:
         return bool(config.qk_norm)
     router = router_class(config.router)
-    return router.plain_top_k and not router.renormalises(config)
+    return router.is_plain(config) and not router.renormalises(config)
 
 
 def rotary_tables(config: ModelConfig) -> tuple[Tensor, Tensor]:

@@ -27,7 +27,7 @@ from moescope.decoder.layers import (
     rotary_tables,
     sinusoids,
 )
-from moescope.decoder.routers import Routed, Router, RouterInput, router_class, to_routing
+from moescope.decoder.routers import Routed, Router, RouterInput, TokenContext, router_class, to_routing
 from moescope.errors import BadInput, unknown_name
 from moescope.types import Routing
 
@@ -72,12 +72,17 @@ class MoE(nn.Module):
         self.experts = experts(config, self.n_experts, d_ff, elementwise)
 
     def forward(
-        self, x_TD: Tensor, ids_T: Tensor, mask_T: Tensor, carried_TR: Tensor | None = None
+        self,
+        x_TD: Tensor,
+        ids_T: Tensor,
+        mask_T: Tensor,
+        carried_TR: Tensor | None = None,
+        context: TokenContext | None = None,
     ) -> tuple[Tensor, Routed]:
         product_dtype = arithmetic_dtype(x_TD) if self.training else torch.float32
         with torch.autocast(x_TD.device.type, enabled=False):
             routed = self.router(
-                RouterInput(x_TD.float(), ids_T, mask_T, self.layer, carried_TR, product_dtype)
+                RouterInput(x_TD.float(), ids_T, mask_T, self.layer, carried_TR, product_dtype, context)
             )
         return self.experts(x_TD, routed.chosen_TK, routed.gates_TK, routed.filled_at_most), routed
 
@@ -119,6 +124,7 @@ class Block(nn.Module):
         rotary: tuple[Tensor, Tensor] | None,
         cache: Cache | None,
         carried_TR: Tensor | None,
+        context: TokenContext | None = None,
     ) -> tuple[Tensor, Routed]:
         if self.pre_norm:
             x_BLD = x_BLD + self.self_attn(self.input_layernorm(x_BLD), rotary, cache)
@@ -126,7 +132,7 @@ class Block(nn.Module):
         else:
             x_BLD = self.input_layernorm(x_BLD + self.self_attn(x_BLD, rotary, cache))
             input_BLD = x_BLD
-        added_TD, routed = self.mlp(input_BLD.flatten(0, 1), ids_T, mask_T, carried_TR)
+        added_TD, routed = self.mlp(input_BLD.flatten(0, 1), ids_T, mask_T, carried_TR, context)
         x_BLD = x_BLD + added_TD.view_as(x_BLD)
         return (x_BLD if self.pre_norm else self.post_attention_layernorm(x_BLD)), routed
 
@@ -148,6 +154,7 @@ class LabModel(nn.Module):
         self.config = config
         self.trained_length = config.max_positions  # set by the training: longer texts are read in windows
         self.elementwise = compiled() if compile else EAGER
+        self.reads_context = router_class(config.router).reads_context(config)
         D, V = config.d_model, config.vocabulary
         modern = config.modern
         before("embed_tokens")
@@ -198,10 +205,11 @@ class LabModel(nn.Module):
         mask_T = torch.ones_like(ids_BL, dtype=torch.bool) if mask_BL is None else mask_BL.bool()
         ids_T, mask_T = ids_BL.flatten(), mask_T.flatten()
         x_BLD, rotary = self.embed(ids_BL, start)
+        context = self.token_context(ids_BL, x_BLD, start, cache) if self.reads_context else None
         carried_TR: Tensor | None = None
         decisions: list[Routed] = []
         for layer, block in enumerate(self.blocks):
-            x_BLD, routed = block(x_BLD, ids_T, mask_T, rotary, cache, carried_TR)
+            x_BLD, routed = block(x_BLD, ids_T, mask_T, rotary, cache, carried_TR, context)
             carried_TR = routed.carried_TR
             decisions.append(routed)
             if consume is not None:
@@ -228,6 +236,15 @@ class LabModel(nn.Module):
             return x_BLD * math.sqrt(self.config.d_model) + self.sinusoids[start:end].to(x_BLD.dtype), None
         dtype = arithmetic_dtype(x_BLD)  # of queries and keys
         return x_BLD, (self.rotary_cos[start:end].to(dtype), self.rotary_sin[start:end].to(dtype))
+
+    def token_context(self, ids_BL: Tensor, x_BLD: Tensor, start: int, cache: Cache | None) -> TokenContext:
+        before_B1 = ids_BL[:, :1] if cache is None or cache.last_B1 is None else cache.last_B1
+        if cache is not None:
+            cache.last_B1 = ids_BL[:, -1:]
+        rows, length = ids_BL.shape
+        position_L = torch.arange(start, start + length, device=ids_BL.device)
+        previous_BL = torch.cat([before_B1, ids_BL[:, :-1]], 1)
+        return TokenContext(previous_BL.flatten(), position_L.repeat(rows), x_BLD.flatten(0, 1).float())
 
     @property
     def blocks(self) -> list[Block]:

@@ -38,7 +38,7 @@ ARCHITECTURES = {"mixtral": "MixtralForCausalLM", "qwen3_moe": "Qwen3MoeForCausa
 def layout_of(config: ModelConfig) -> str:
     """Return the model type under which a model of this config is saved."""
     router = router_class(config.router)
-    if config.modern and router.plain_top_k:
+    if config.modern and router.is_plain(config):
         if uses_qk_norm(config):
             return "qwen3_moe"
         if router.renormalises(config):

@@ -176,7 +176,7 @@ def save_replaced(model: Any, replaced: Replaced, family_routers: Sequence[Any],
 def is_plain(replaced: Replaced) -> bool:
     """Return whether the family's own router can compute what the new one does in evaluation."""
     kind = router_class(replaced.model.router)
-    if not kind.plain_top_k or replaced.family not in SOFTMAX_TOP_K:
+    if not kind.is_plain(replaced.model) or replaced.family not in SOFTMAX_TOP_K:
         return False
     return replaced.family != "mixtral" or kind.renormalises(replaced.model)  # Mixtral always does
 

@@ -13,7 +13,7 @@ from torch.utils.flop_counter import flop_registry
 
 from moescope.decoder.config import ModelConfig
 from moescope.decoder.model import ParameterCounts, parameter_counts
-from moescope.decoder.routers import RouterInput, router_class
+from moescope.decoder.routers import RouterInput, TokenContext, router_class
 from moescope.errors import BadInput
 
 PROBED = 256  # tokens for which a router's operations are counted
@@ -115,7 +115,8 @@ def router_flops(config: ModelConfig) -> float:
         torch.manual_seed(0)
         router = kind(config, 0, kind.shared_parts(config)).train()
         x_TD, ids_T = torch.randn(probed, config.d_model), torch.randint(config.vocabulary, (probed,))
-        inputs = RouterInput(x_TD, ids_T, torch.ones_like(ids_T, dtype=torch.bool), 0)
+        context = TokenContext(ids_T, torch.zeros_like(ids_T), x_TD)
+        inputs = RouterInput(x_TD, ids_T, torch.ones_like(ids_T, dtype=torch.bool), 0, context=context)
         with torch.no_grad(), FlopCount() as counted:
             router(inputs)
     return counted.flops / probed

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from moescope.decoder.model import MoE
-from moescope.decoder.routers import Router, router_class
+from moescope.decoder.routers import Router, TokenContext, router_class
 from moescope.errors import BadInput
 from moescope.lab.cost import FlopCount
 
@@ -68,6 +68,7 @@ def block_overhead(
     x_TD = torch.randn(tokens, config.d_model).to(device)
     ids_T = torch.randint(config.vocabulary, (tokens,)).to(device)
     mask_T = torch.ones_like(ids_T, dtype=torch.bool)
+    context = TokenContext(ids_T, torch.arange(tokens, device=ids_T.device), x_TD)
     router = block.router
     parts = parts_of(block)
 
@@ -77,7 +78,7 @@ def block_overhead(
             torch.no_grad(),
             torch.autocast(torch.device(device).type, dtype, enabled=dtype != torch.float32),
         ):
-            block(x_TD, ids_T, mask_T)
+            block(x_TD, ids_T, mask_T, None, context)
             router.after_step()
 
     counts: dict[str, int] = {}

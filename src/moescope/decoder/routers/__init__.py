@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from moescope.decoder.config import ModelConfig, override
-from moescope.decoder.routers.contract import Routed, Router, RouterInput, to_routing
+from moescope.decoder.routers.contract import Routed, Router, RouterInput, TokenContext, to_routing
 from moescope.decoder.routers.dense import Dense
 from moescope.decoder.routers.expert_choice import ExpertChoice
 from moescope.decoder.routers.hash import Hash
@@ -39,4 +39,13 @@ def facts_of_model(model: Mapping[str, Any]) -> dict[str, Any]:
     return router_class(config.router).facts(config)
 
 
-__all__ = ["ROUTERS", "Routed", "Router", "RouterInput", "facts_of_model", "router_class", "to_routing"]
+__all__ = [
+    "ROUTERS",
+    "Routed",
+    "Router",
+    "RouterInput",
+    "TokenContext",
+    "facts_of_model",
+    "router_class",
+    "to_routing",
+]

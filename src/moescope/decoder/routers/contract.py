@@ -23,6 +23,15 @@ from moescope.types import Diagnostic, LinearView, Routing
 
 
 @dataclass(frozen=True)
+class TokenContext:
+    """What routers with certain options read besides the hidden state; the lab's own model provides it."""
+
+    previous_T: Tensor  # id of the token before; a row's first token has its own
+    position_T: Tensor
+    embedded_TD: Tensor  # float32
+
+
+@dataclass(frozen=True)
 class RouterInput:
     """What a router may look at. Token t of batch row b is at index b L + t.
 
@@ -36,6 +45,7 @@ class RouterInput:
     layer: int  # among the MoE layers, from 0
     carried_TR: Tensor | None = None  # state from the router of the previous MoE layer
     product_dtype: torch.dtype = torch.float32
+    context: TokenContext | None = None  # where `reads_context` asks for it
 
 
 @dataclass(frozen=True)
@@ -148,6 +158,24 @@ class Router(nn.Module, ABC):
     def facts(cls, config: ModelConfig) -> dict[str, Any]:
         """Facts about this router under these options, as saved with every checkpoint and training run."""
         return {fact: getattr(cls, fact) for fact in FACTS}
+
+    @classmethod
+    def is_plain(cls, config: ModelConfig) -> bool:
+        """Return whether a linear top-k layout of transformers can hold the router with these options."""
+        return cls.plain_top_k
+
+    @classmethod
+    def reads_context(cls, config: ModelConfig) -> bool:
+        """Return whether `RouterInput.context` is needed."""
+        return False
+
+    def context_of(self, inputs: RouterInput) -> TokenContext:
+        if inputs.context is None:
+            raise BadInput(
+                f"router {self.name}: its options {self.config.router_options} need ids, positions and "
+                "embeddings, which only a training of the lab and its own models have"
+            )
+        return inputs.context
 
     @classmethod
     def slots_per_token(cls, config: ModelConfig) -> float:

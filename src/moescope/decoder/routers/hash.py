@@ -10,15 +10,19 @@ from torch import Tensor, nn
 
 from moescope.decoder.config import ModelConfig, Option
 from moescope.decoder.routers.contract import Routed, Router, RouterInput
+from moescope.errors import unknown_name
 from moescope.types import Array, Integers
 
+HASHED = ("token", "previous", "occurrence")
 AT_ONCE = 2**22  # tokens x experts drawn together
 
 
 class Hash(Router):
     """k different experts per token id, drawn once per layer, gates 1/k. Roller et al. 2021, random hashing.
 
-    It balances the vocabulary, not the text: frequent tokens make the load uneven.
+    It balances the vocabulary, not the text: frequent tokens make the load uneven. Two controls: `of` =
+    "previous" takes the experts of the token before, "occurrence" mixes token and position, so that one token
+    meets other experts each time.
     """
 
     name = "hash"
@@ -31,7 +35,7 @@ class Hash(Router):
     }
     seed_options = ("seed",)
     state_tensors: ClassVar[dict[str, str]] = {"table_VK": "table"}
-    OPTIONS: ClassVar[dict[str, Option]] = {"seed": 0}
+    OPTIONS: ClassVar[dict[str, Option]] = {"seed": 0, "of": "token"}
     table_VK: Tensor
 
     def __init__(self, config: ModelConfig, layer: int, shared: nn.Module | None = None):
@@ -52,9 +56,24 @@ class Hash(Router):
     @classmethod
     def check_options(cls, options: dict[str, Any], config: ModelConfig) -> None:
         cls.check_range(options, ("seed",), "0 or more")
+        if options["of"] not in HASHED:
+            raise unknown_name("router hash: of", options["of"], list(HASHED))
+
+    @classmethod
+    def reads_context(cls, config: ModelConfig) -> bool:
+        return bool(cls.checked_options(config)["of"] != "token")
+
+    def hashed(self, inputs: RouterInput) -> Tensor:
+        """Return each token's row of the table."""
+        if self.options["of"] == "token":
+            return inputs.token_ids_T
+        context = self.context_of(inputs)
+        if self.options["of"] == "previous":
+            return context.previous_T
+        return (inputs.token_ids_T * 40_503 + context.position_T * 7_919) % len(self.table_VK)
 
     def forward(self, inputs: RouterInput) -> Routed:
-        chosen_TK = self.table_VK[inputs.token_ids_T].masked_fill(~inputs.mask_T[:, None], -1)
+        chosen_TK = self.table_VK[self.hashed(inputs)].masked_fill(~inputs.mask_T[:, None], -1)
         return Routed(chosen_TK, (chosen_TK >= 0).to(inputs.x_TD.dtype) / self.config.top_k)
 
 

@@ -12,6 +12,9 @@ from moescope.decoder.config import ModelConfig, Option
 from moescope.decoder.ranks import ALONE, Ranks
 from moescope.decoder.routers.capacity import capacity_of, within_capacity
 from moescope.decoder.routers.contract import Routed, Router, RouterInput
+from moescope.errors import unknown_name
+
+READS = ("hidden", "embedding")
 
 
 def choice_counts(chosen_TK: Tensor, n_experts: int) -> Tensor:
@@ -53,7 +56,8 @@ class TopK(Router):
     At k = 1 the gate is the probability itself: divided by itself it would be the constant 1, and the
     language-model loss would have no gradient into the router. With `capacity_factor` > 0 each expert
     accepts its ceil(factor N k / n) most probable tokens in training; the rest is dropped and counted. That
-    looks at the whole batch, so it is not causal in training.
+    looks at the whole batch, so it is not causal in training. With `reads` = "embedding" logits are made from
+    the token's embedding instead of the hidden state: a control that sees what `hash` sees.
     """
 
     name = "topk"
@@ -63,6 +67,7 @@ class TopK(Router):
         "z": 1e-3,  # weight of the z-loss
         "capacity_factor": 0.0,  # 0: no capacity
         "renormalise": True,  # False: gates are the probabilities, as always at k = 1
+        "reads": "hidden",  # or "embedding"
     }
 
     def __init__(self, config: ModelConfig, layer: int, shared: nn.Module | None = None):
@@ -72,6 +77,20 @@ class TopK(Router):
     @classmethod
     def check_options(cls, options: dict[str, Any], config: ModelConfig) -> None:
         cls.check_range(options, ("balance", "z", "capacity_factor"), "0 or more")
+        if options["reads"] not in READS:
+            raise unknown_name(f"router {cls.name}: reads", options["reads"], list(READS))
+
+    @classmethod
+    def reads_context(cls, config: ModelConfig) -> bool:
+        return bool(cls.checked_options(config)["reads"] == "embedding")
+
+    @classmethod
+    def is_plain(cls, config: ModelConfig) -> bool:
+        return not cls.reads_context(config)
+
+    @classmethod
+    def facts(cls, config: ModelConfig) -> dict[str, Any]:
+        return {**super().facts(config), "plain_top_k": cls.is_plain(config)}
 
     @classmethod
     def renormalises(cls, config: ModelConfig) -> bool:
@@ -80,7 +99,8 @@ class TopK(Router):
     def forward(self, inputs: RouterInput) -> Routed:
         config, options, ranks = self.config, self.options, self.sharing
         real_T1 = inputs.mask_T[:, None]
-        logits_TE = self.adjust_logits(functional.linear(inputs.x_TD, self.weight))
+        x_TD = inputs.x_TD if options["reads"] == "hidden" else self.context_of(inputs).embedded_TD
+        logits_TE = self.adjust_logits(functional.linear(x_TD, self.weight))
         scores_TE = logits_TE.softmax(-1)
         gates_TK, chosen_TK = scores_TE.topk(config.top_k, dim=-1)
         if not self.single and options["renormalise"]:

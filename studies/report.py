@@ -1,0 +1,56 @@
+"""Make everything that follows from the stored results: comparisons, results.parquet, one page of all studies.
+
+    python studies/report.py [--out runs/studies.html]
+
+Trains nothing and needs no GPU.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parent))
+import designs
+import run
+
+import moescope
+from moescope.lab.study_config import read_study
+from moescope.lab.study_statistics import compare
+from moescope.lab.tables import TABLES
+from moescope.run import write_table
+from moescope.tables import read_parquet
+
+
+def rebuild(folder: Path) -> None:
+    """Compare the arms of one stored study again and write its results."""
+    plan = read_study(folder / "study.toml")
+    runs = read_parquet(str(folder / "run" / "study_runs.parquet"), TABLES["study_runs"])
+    compared = compare(runs, plan.reference, plan.references)
+    table = TABLES["study_comparisons"]
+    write_table(
+        table,
+        compared.sort_values(list(table.keys), ignore_index=True),
+        folder / "run" / "study_comparisons.parquet",
+    )
+    run.write_results(folder)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--store", type=Path, default=designs.FOLDER)
+    parser.add_argument("--out", type=Path, default=Path("runs/studies.html"))
+    given = parser.parse_args()
+    folders = sorted(file.parent.parent for file in given.store.glob("*/run/run.json"))
+    for folder in folders:
+        rebuild(folder)
+    if folders:
+        given.out.parent.mkdir(parents=True, exist_ok=True)
+        print(moescope.report(*(folder / "run" for folder in folders), out=given.out, quiet=True))
+    else:
+        print("no study has results")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,89 @@
+"""The scripts of studies/: every design is a valid study, shards continue, the tuning picks what is best."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import sys
+import tomllib
+from pathlib import Path
+from types import ModuleType
+
+import pandas as pd
+import pytest
+
+from moescope.lab.study_config import study_from
+from moescope.lab.tables import TABLES
+from moescope.run import write_table
+
+STUDIES = Path(__file__).parents[2] / "studies"
+
+
+def script(name: str) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(name, STUDIES / f"{name}.py")
+    assert spec
+    assert spec.loader
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+designs = script("designs")
+run = script("run")
+
+
+def test_every_design_is_a_study_at_both_sizes_and_survives_toml():
+    for name, design in designs.designs({}).items():
+        for each in (design, designs.shrink(design)):
+            assert tomllib.loads(designs.toml(each)) == json.loads(json.dumps(each)), name
+            plan = study_from(each, name)
+            assert len(plan.arms) == len(each["arms"])
+
+
+def test_the_wider_top2_costs_what_spectra_costs():
+    from moescope.lab.study_task import costs
+
+    arms = {arm.name: arm for arm in study_from(designs.ablation({})).arms}
+    top2, spectra = (costs(arms[name].config)["flops_per_token"] for name in ("top2_flops", "spectra"))
+    assert top2 == pytest.approx(spectra, rel=0.005)
+
+
+def write_runs(store: Path, name: str, losses: dict[str, list[float | None]]) -> None:
+    rows = [
+        {"arm": arm, "seed": seed, "status": "done" if loss else "failed", "validation_loss": loss}
+        for arm, of_seeds in losses.items()
+        for seed, loss in enumerate(of_seeds)
+    ]
+    (store / name / "run").mkdir(parents=True)
+    write_table(TABLES["study_runs"], pd.DataFrame(rows), store / name / "run" / "study_runs.parquet")
+
+
+def test_the_tuning_takes_the_lowest_mean_and_goes_on_where_an_edge_wins(tmp_path: Path):
+    rates = {}
+    for router in designs.ROUTERS:
+        rates |= {f"{router} learning_rate={value:g}": [3.0 + value] * 2 for value in designs.RATES}
+    rates["top2 learning_rate=0.002"] = [2.0, 2.2]
+    rates["hash learning_rate=0.004"] = [2.0, 2.1]
+    rates["some learning_rate=0.001"] = [1.0, None]  # it failed once
+    write_runs(tmp_path, "tuning_rate", rates)
+    tuned = run.after_rates(tmp_path, {})
+    assert tuned["rates"]["top2"] == 0.002
+    assert "top2" not in tuned["more"]
+    assert (tuned["rates"]["hash"], tuned["more"]["hash"]) == (0.004, 0.008)
+    assert (tuned["rates"]["dense"], tuned["more"]["dense"]) == (0.001, 0.0005)
+    assert tuned["rates"]["some"] == 0.002
+    options = {
+        f"{router} {option}={value:g}": [9.0, 9.0]
+        for router, (option, values) in designs.OPTIONS.items()
+        for value in values[::2]
+    }
+    options |= {"spectra epsilon=0.02": [1.0, 1.0], "hash learning_rate=0.008": [1.0, 1.0]}
+    write_runs(tmp_path, "tuning_option", options)
+    best = run.after_options(tmp_path, tuned)["best"]
+    assert best["spectra"] == {"learning_rate": 0.001, "epsilon": 0.02}
+    assert best["top2"] == {"learning_rate": 0.002, "balance": 0.01}  # the default, tried with the rates
+    assert best["hash"] == {"learning_rate": 0.008}
+    arms = designs.main_study(best)["arms"]
+    assert arms["spectra"]["model"]["router_options"] == {"epsilon": 0.02}
+    assert arms["hash"]["train"] == {"learning_rate": 0.008, "final_learning_rate": 0.0008}
