@@ -145,7 +145,11 @@ def untuned() -> Design:
 
 
 def main_study(tuned: Design) -> Design:
-    return study("top2", SEEDS, {router: arm(router, tuned) for router in ROUTERS}, base())
+    arms = {router: arm(router, tuned) for router in ROUTERS}
+    arms["dense_total"] = arm(
+        "dense", tuned, d_ff=2048
+    )  # 2 x 2048 = 16 experts x 256: the size of all experts
+    return study("top2", SEEDS, arms, base())
 
 
 def ablation(tuned: Design) -> Design:

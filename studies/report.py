@@ -1,4 +1,4 @@
-"""Make everything that follows from the stored results: comparisons, results.parquet, one page of all studies.
+"""Make what follows from the stored results: comparisons, results.parquet, one page of all studies.
 
     python studies/report.py [--out runs/studies.html]
 
