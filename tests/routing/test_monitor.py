@@ -441,7 +441,7 @@ def test_routers_are_hooked_only_in_steps_whose_logits_are_looked_at(tmp_path):
 def test_a_forgotten_monitor_can_be_collected_while_a_thread_is_being_started(tmp_path):
     """The finaliser runs wherever the collector does, also under the lock that joining a thread needs."""
     script = f"""
-import gc, sys, threading, torch
+import contextlib, sys, threading, torch
 sys.path.insert(0, {str(Path(__file__).parents[1])!r})
 from routing.tiny_training import batch, documents, model_of
 import moescope
@@ -451,7 +451,7 @@ model(**batch(documents()[:2])).loss.backward()
 monitor.step()
 monitor.run.writing.result()
 finaliser = monitor.abandon
-with threading._shutdown_locks_lock:
+with getattr(threading, "_shutdown_locks_lock", contextlib.nullcontext()):  # Python 3.13 has no such lock
     finaliser()
 print("collected")
 """
