@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 import pandas as pd
 
+from moescope.lab.figures_results import RESULT_FIGURES
 from moescope.lab.figures_study import ARM_FIGURES, StudyFigure, format_loss, ordered_arms, reference_of
 from moescope.plotting.style import CATEGORICAL, GREY, base_layout, category_style, grey_line, number
 from moescope.verb import Figure, FigureSpec, Tables, Trace
@@ -182,4 +183,4 @@ CURVE_FIGURES: list[FigureSpec] = [
     StudyFigure("difference_by_step", NEEDS, difference_by_step, wide=True, possible=shares_steps),
     *(curves_of(column) for column in CURVES if column != "validation_loss"),
 ]
-STUDY_FIGURES = [*ARM_FIGURES, *CURVE_FIGURES]
+STUDY_FIGURES = [*ARM_FIGURES, *CURVE_FIGURES, *RESULT_FIGURES]

@@ -19,6 +19,7 @@ from moescope.lab.figures_study import (
     reference_of,
 )
 from moescope.lab.figures_study_curves import CURVE_FIGURES
+from moescope.lab.report_results import results_sections
 from moescope.lab.tables import TABLES
 from moescope.plotting.style import capital, counted, listed, number
 from moescope.reporting.pack import plain_table, table_payload
@@ -131,6 +132,19 @@ def sections(run: Run, selection: Selection) -> list[Section]:
     text = "Cost of a training, and time of one block. Parallel trainings slow each other down."
     parts.append(Section("cost", "Cost", text, figures, payloads))
     return parts
+
+
+def overlay(runs: list[Run]) -> list[Section]:
+    """Return the page "Results", from all studies together."""
+    return results_sections([with_unseen(study_tables(run), run) for run in runs])
+
+
+def with_unseen(tables: Tables, run: Run) -> Tables:
+    """Add the names of domains that have validation text and no training text."""
+    data = run.info.get("base", {}).get("data", {})
+    trained = set(data.get("domains") or {})
+    names = [plot_words(name) for name in data.get("validation") or {} if name not in trained]
+    return {**tables, "unseen_domains": pd.DataFrame({"domain": names})} if names else tables
 
 
 def question_section(tables: Tables, question: str, first: bool) -> Section:

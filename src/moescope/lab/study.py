@@ -14,7 +14,7 @@ from moescope.engine import LocalEngine, ProcessEngine, check_engine, open_engin
 from moescope.errors import BadInput
 from moescope.lab.corpus import read_corpus, training_vocabulary
 from moescope.lab.figures_study_curves import STUDY_FIGURES
-from moescope.lab.report_study import guide, page_title, sections, select, summary
+from moescope.lab.report_study import guide, overlay, page_title, sections, select, summary
 from moescope.lab.study_task import (
     NOT_RUN,
     TEXT_FOLDER,
@@ -418,6 +418,7 @@ VERB = Verb(
     summary=summary,
     sections=sections,
     select=select,
+    overlay=overlay,
     guide=guide,
     tab="training",
     title=page_title,

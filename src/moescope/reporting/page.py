@@ -32,6 +32,7 @@ class Tab(NamedTuple):
 
 TABS = (
     Tab("overview", "Overview"),
+    Tab("results", "Results"),
     Tab("weights", "Weights", "moescope scan MODEL"),
     Tab("routing", "Routing", "moescope trace MODEL --text FILE"),
     Tab("experts", "Experts", "moescope trace MODEL --text FILE"),
@@ -189,6 +190,7 @@ class Page:
         return [
             {"name": tab.name, "title": tab.title, "command": tab.command, "sections": found[tab.name]}
             for tab in TABS
+            if found[tab.name] or tab.name != "results"  # of studies alone
         ]
 
     def entry(self, section: Section, prefix: str, run: Run | None = None, view: str = "") -> dict[str, Any]:

@@ -1,0 +1,331 @@
+"""The numbers of the page "Results" against cases worked by hand and scipy's own tests."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pandas as pd
+import pytest
+from scipy import stats
+
+from moescope.lab import results
+from moescope.lab.results import Results
+from moescope.lab.study_statistics import compare
+
+SEEDS = range(5)
+NO_TABLES = Results({}, {}, {}, {}, {})
+
+
+def study(losses: dict[str, list[float]], question: str = "main", **columns) -> dict[str, pd.DataFrame]:
+    """study_runs and study_comparisons of these losses per seed; 8 experts, 2 per token."""
+    rows = [
+        {
+            "arm": arm,
+            "seed": seed,
+            "question": question,
+            "status": "done",
+            "validation_loss": loss,
+            "n_experts": 8,
+            "top_k": 2,
+            "parameters_active": 1000,
+            **{name: values[arm][seed] for name, values in columns.items() if arm in values},
+        }
+        for arm, of_seeds in losses.items()
+        for seed, loss in enumerate(of_seeds)
+    ]
+    runs = pd.DataFrame(rows)
+    tables = {"study_runs": runs}
+    return tables if len(losses) == 1 else {**tables, "study_comparisons": compare(runs, next(iter(losses)))}
+
+
+def layers(rows: list[tuple[str, int, int, str, float, float]]) -> pd.DataFrame:
+    frame = pd.DataFrame(rows, columns=["arm", "seed", "layer", "metric", "value", "chance"])
+    return frame.assign(domain="")
+
+
+# --- estimates
+
+
+def test_an_interval_over_seeds_is_scipys_and_p_that_of_its_t_test():
+    values = [0.3, 0.1, 0.25, 0.4]
+    found = results.over_seeds(values)
+    low, high = stats.t.interval(0.95, 3, np.mean(values), stats.sem(values))
+    assert (found.low, found.high) == pytest.approx((low, high))
+    assert found.p_value == pytest.approx(stats.ttest_1samp(values, 0).pvalue)
+
+
+def test_one_seed_has_no_interval_and_none_has_no_number():
+    assert math.isnan(results.over_seeds([2.0]).half)
+    assert results.over_seeds([math.nan]) is None
+
+
+# --- gap closure
+
+
+def test_gap_closure_by_hand():
+    # means: active 3.0, total 2.0, x 2.25: three quarters of the gap of 1 are closed
+    tables = study(
+        {
+            "dense": [3.1, 2.9, 3.0],
+            "dense_total": [2.1, 1.9, 2.0],
+            "spectra": [2.35, 2.10, 2.30],
+            "hash": [3.6, 3.4, 3.5],
+        }
+    )
+    found = results.gap_closure(tables, "spectra")
+    assert found.mean == pytest.approx(0.75)
+    # without one seed, the gap stays 1 and x is 0.80, 0.70 and 0.75 below active: jackknife by hand
+    left_out = np.array([(2.95 - 2.20), (3.05 - 2.325), (3.0 - 2.225)])
+    error = math.sqrt(2 / 3 * ((left_out - left_out.mean()) ** 2).sum())
+    assert found.half == pytest.approx(stats.t.ppf(0.975, 2) * error)
+    assert results.gap_closure(tables, "hash").mean == pytest.approx(-0.5)  # worse than the dense model
+    assert results.gap_closure(tables, "dense_total").mean == pytest.approx(1)
+
+
+def test_there_is_no_gap_closure_without_a_gap():
+    losses = {"dense": [3.0, 3.1, 2.9], "dense_total": [3.05, 2.95, 3.0], "spectra": [2.9, 2.9, 2.8]}
+    assert results.gap_closure(study(losses), "spectra") is None
+    assert results.gap_closure(study({"dense": [3.0], "spectra": [2.0]}), "spectra") is None
+
+
+# --- collapse
+
+
+@pytest.mark.parametrize(
+    ("least", "violation", "collapsed"),
+    [
+        (0.5, 1.5, False),  # 1.5/(8/2 − 1) = 0.5: at the limit
+        (0.5, 1.53, True),
+        (0.01, 0.1, False),
+        (0.0099, 0.1, True),
+        (0.0, 3.0, True),
+    ],
+)
+def test_a_layer_collapses_by_either_rule(least: float, violation: float, collapsed: bool):
+    tables = study({"spectra": [2.0]})
+    tables["study_layers"] = layers(
+        [("spectra", 0, 0, "min_over_mean", least, 0.9), ("spectra", 0, 0, "max_violation", violation, 0.1)]
+    )
+    assert results.collapse_rate(tables, "spectra").rate == float(collapsed)
+
+
+def test_the_collapse_rate_counts_seeds_and_layers():
+    tables = study({"spectra": [2.0, 2.0], "top2": [2.0, 2.0]})
+    least = {(0, 0): 0.5, (0, 1): 0.001, (1, 0): 0.5, (1, 1): 0.5}
+    rows = [("spectra", *place, "min_over_mean", value, 0.9) for place, value in least.items()]
+    rows += [("spectra", *place, "max_violation", 0.2, 0.1) for place in least]
+    tables["study_layers"] = layers(rows)
+    found = results.collapse_rate(tables, "spectra")
+    assert (found.collapsed, found.layers, found.rate) == (1, 4, 0.25)
+    assert results.collapse_rate(tables, "top2") is None
+
+
+# --- significance
+
+
+def losses_of_five_seeds() -> dict[str, list[float]]:
+    return {
+        "top2": [2.50, 2.42, 2.61, 2.55, 2.47],
+        "spectra": [2.40, 2.30, 2.52, 2.44, 2.38],
+        "expert_choice": [2.41, 2.33, 2.50, 2.47, 2.36],
+        "dense": [2.70, 2.63, 2.80, 2.76, 2.69],
+    }
+
+
+def test_comparisons_are_paired_t_tests_with_holm_over_all_rows():
+    losses = losses_of_five_seeds()
+    rows = {row.title: row for row in results.comparisons(Results.of([study(losses)]))}
+    others = {"Switch Top-2": "top2", "Expert Choice": "expert_choice", "Dense (active size)": "dense"}
+    p = {title: stats.ttest_rel(losses[arm], losses["spectra"]).pvalue for title, arm in others.items()}
+    ordered = sorted(p, key=p.get)
+    adjusted, running = {}, 0.0
+    for place, title in enumerate(ordered):
+        running = max(running, (3 - place) * p[title])
+        adjusted[title] = min(running, 1.0)
+    for title, arm in others.items():
+        row = rows[f"SPECTRA vs. {title}"]
+        assert row.difference.mean == pytest.approx(np.mean(losses[arm]) - np.mean(losses["spectra"]))
+        assert row.difference.p_value == pytest.approx(p[title])
+        assert row.p_adjusted == pytest.approx(adjusted[title])
+        stars = "***" if adjusted[title] < 0.001 else "**" if adjusted[title] < 0.01 else "*"
+        assert row.stars == (f"yes ({stars})" if adjusted[title] < 0.05 else "no")
+    assert rows["SPECTRA-Full vs. -GRU"].stars == "not run"
+
+
+def test_four_seeds_claim_nothing():
+    losses = {arm: values[:4] for arm, values in losses_of_five_seeds().items()}
+    rows = results.comparisons(Results.of([study(losses)]))
+    assert {row.stars for row in rows} == {"too few seeds", "not run"}
+    assert results.hypotheses(Results.of([study(losses)]))[0].verdict == "not testable"
+
+
+# --- hypotheses
+
+
+def verdicts(found: Results) -> dict[str, str]:
+    return {one.name: one.verdict for one in results.hypotheses(found)}
+
+
+def test_without_runs_no_hypothesis_is_testable_and_each_says_why():
+    found = results.hypotheses(NO_TABLES)
+    assert [one.name for one in found] == [f"H{number}" for number in range(1, 8)]
+    assert {one.verdict for one in found} == {"not testable"}
+    assert all(one.why for one in found)
+
+
+@pytest.mark.parametrize(("sign", "verdict"), [(1, "confirmed"), (-1, "refuted")])
+def test_h1_to_h3_follow_the_sign_of_a_clear_difference(sign: int, verdict: str):
+    base = np.array([2.5, 2.4, 2.6, 2.55, 2.45])
+    noise = np.array([0.001, -0.001, 0.002, 0.0, -0.002])
+    consistency = {"top2": 0.5 + noise, "spectra": 0.5 + 2 * noise + 0.1 * sign}
+    losses = {"top2": base, "spectra": base - 0.1 * sign + noise}
+    tables = study({arm: list(values) for arm, values in losses.items()}, consistency=consistency)
+    tables["study_layers"] = layers(
+        [
+            (arm, seed, layer, "output_orthogonality", 0.8 + noise[seed] * (1 + layer) + shift, 0.9)
+            for arm, shift in (("top2", 0.0), ("spectra", 0.05 * sign + 0.001))
+            for seed in SEEDS
+            for layer in range(2)
+        ]
+    )
+    # paired noise of orthogonality is equal in both arms: no spread, no test
+    tables["study_layers"].loc[lambda frame: frame["arm"] == "spectra", "value"] += np.tile(noise, 2)
+    found = verdicts(Results.of([tables]))
+    assert (found["H1"], found["H2"], found["H3"]) == (verdict, verdict, verdict)
+
+
+@pytest.mark.parametrize(("cost", "verdict"), [(1.05, "confirmed"), (1.6, "refuted")])
+def test_h4_compares_the_time_of_a_block(cost: float, verdict: str):
+    tables = study(losses_of_five_seeds())
+    parts = [("top2", "experts", 9.0), ("top2", "routing", 1.0), ("spectra", "experts", 9.0)]
+    parts += [("spectra", "gru", 10 * cost - 9.0)]
+    tables["overhead"] = pd.DataFrame(parts, columns=["router", "component", "milliseconds"])
+    h4 = results.hypotheses(Results.of([tables]))[3]
+    assert h4.number.mean == pytest.approx(cost - 1)
+    assert h4.verdict == verdict
+
+
+def ablations(gains: dict[str, float]) -> dict[str, pd.DataFrame]:
+    base = np.array([2.5, 2.4, 2.6, 2.55, 2.45])
+    noise = np.array([0.001, -0.001, 0.002, 0.0, -0.002])
+    arms = {"spectra": list(base)}
+    for place, (part, gain) in enumerate(gains.items()):
+        arms[f"spectra-{part}"] = list(base + gain + np.roll(noise, place))
+    return study(arms, "ablation")
+
+
+def test_h5_needs_every_component_to_help():
+    helpful = dict.fromkeys(("Expression", "GRU", "SpecialityPenalty", "Ortho"), 0.05)
+    assert verdicts(Results.of([ablations(helpful)]))["H5"] == "confirmed"
+    assert verdicts(Results.of([ablations({**helpful, "GRU": -0.05})]))["H5"] == "refuted"
+    unclear = results.hypotheses(Results.of([ablations({**helpful, "GRU": 0.0})]))[4]
+    assert unclear.verdict == "not testable"
+    assert "3 of 4" in unclear.why
+    assert "-GRU" in unclear.why
+    del helpful["Ortho"]
+    assert results.hypotheses(Results.of([ablations(helpful)]))[4].why == "not run: -OrthoConstraint"
+
+
+def test_h6_is_the_slope_of_the_gain_per_doubling():
+    gains = {"S": 0.01, "M": 0.03, "L": 0.05}  # at 1000, 2000 and 4000 parameters: 0.02 per doubling
+    noise = np.array([0.001, -0.001, 0.002, 0.0, -0.002])
+    arms = {}
+    for place, (size, gain) in enumerate(gains.items()):
+        arms[f"top2 {size}"] = [2.5 - 0.1 * place] * 5
+        arms[f"spectra {size}"] = list(2.5 - 0.1 * place - gain - place * noise)
+    tables = study(arms, "scaling")
+    sizes = tables["study_runs"]["arm"].str[-1].map({"S": 1000, "M": 2000, "L": 4000})
+    tables["study_runs"]["parameters_active"] = sizes
+    tables["study_axes"] = pd.DataFrame(
+        [
+            {"arm": arm, "axis": axis, "value": None, "label": label}
+            for arm in arms
+            for axis, label in (("router", arm[:-2]), ("size", arm[-1]))
+        ]
+    )
+    h6 = results.hypotheses(Results.of([tables]))[5]
+    assert h6.number.mean == pytest.approx(0.02 + noise.mean())
+    assert h6.number.seeds == 5
+    assert h6.verdict == "confirmed"
+
+
+def test_h7_compares_the_gain_in_specialised_and_other_domains():
+    noise = [0.001, -0.001, 0.002, 0.0, -0.002]
+    tables = study(losses_of_five_seeds())
+    gains = {"code": 0.10, "math": 0.06, "stories": 0.02, "foreign": 9.0}
+    tables["study_documents"] = pd.DataFrame(
+        [
+            {"arm": arm, "seed": seed, "document": 0, "domain": domain, "tokens": 10, "loss": loss}
+            for seed in SEEDS
+            for domain, gain in gains.items()
+            for arm, loss in (("top2", 3.0), ("spectra", 3.0 - gain - noise[seed] * (domain == "code")))
+        ]
+    )
+    tables["unseen_domains"] = pd.DataFrame({"domain": ["foreign"]})
+    h7 = results.hypotheses(Results.of([tables]))[6]
+    assert h7.number.mean == pytest.approx((0.10 + 0.06) / 2 - 0.02)
+    assert h7.verdict == "confirmed"
+
+
+def test_a_training_that_does_not_beat_the_unigram_baseline_does_not_count():
+    losses = losses_of_five_seeds()
+    tables = study(losses)
+    tables["study_runs"]["unigram_loss"] = 2.60  # below it: all but one seed of top2
+    assert len(results.by_seed(tables, "dense", "validation_loss")) == 0
+    assert len(results.by_seed(tables, "top2", "validation_loss")) == 4
+
+
+# --- domains and failure modes
+
+
+def test_a_domains_loss_is_weighted_by_tokens():
+    tables = study({"top2": [2.0]})
+    rows = [("code", 100, 1.0), ("code", 300, 2.0), ("prose", 50, 4.0)]
+    documents = pd.DataFrame(rows, columns=["domain", "tokens", "loss"])
+    tables["study_documents"] = documents.assign(arm="top2", seed=0, document=range(3))
+    assert results.domain_losses(tables, "top2").loc[0].to_dict() == {"code": 1.75, "prose": 4.0}
+
+
+def test_mixed_documents_by_hand():
+    rows = [
+        (0, 2.0, 2.5, 0.9, 0.6),
+        (0, 2.0, 1.9, 0.9, 0.8),
+        (1, 2.0, 2.2, 0.8, 0.5),
+        (1, 2.0, 2.4, 1.0, 0.9),
+    ]
+    frame = pd.DataFrame(rows, columns=["seed", "loss_same", "loss_other", "kept_same", "kept_other"])
+    share, lost, kept = results.mixed_documents({"study_mixed": frame.assign(arm="spectra")}, "spectra")
+    assert (share.mean, share.chance) == (0.75, 0.5)  # 1 of 2 and 2 of 2
+    assert lost.mean == pytest.approx((0.2 + 0.3) / 2)
+    assert kept.mean == pytest.approx((-0.2 + -0.2) / 2)
+
+
+def test_turnover_is_half_the_sum_of_changes():
+    shares = {
+        0: [0.5, 0.5],
+        10: [0.9, 0.1],
+        20: [0.6, 0.4],
+        60: [0.6, 0.4],
+        80: [0.65, 0.35],
+        100: [0.6, 0.4],
+    }
+    frame = pd.DataFrame(
+        [
+            {"arm": "spectra", "seed": 0, "step": step, "layer": 0, "expert": expert, "share": share}
+            for step, of_experts in shares.items()
+            for expert, share in enumerate(of_experts)
+        ]
+    )
+    moved = results.turnover({"study_usage": frame}, "spectra")
+    assert moved.loc[0, "early"] == pytest.approx((0.4 + 0.3) / 2)
+    assert moved.loc[0, "late"] == pytest.approx((0.0 + 0.05 + 0.05) / 3)
+
+
+def test_rare_experts_by_hand():
+    tokens = [100, 100, 190, 9, 1]  # mean 80: below a tenth of it is the last alone
+    frame = pd.DataFrame({"expert": range(5), "tokens": tokens, "arm": "spectra", "seed": 0, "layer": 0})
+    tables = study({"spectra": [2.0]})
+    tables["study_loads"] = frame.assign(domain="code")
+    experts, choices = results.rare_experts(tables, "spectra")
+    assert (experts.mean, choices.mean) == (0.2, 1 / 400)
