@@ -24,6 +24,11 @@ BASE = {
     "train": {"steps": 300, "batch_size": 16, "sequence_length": 128},
 }
 
+ROUTING = (
+    *("study_layers", "study_loads", "study_usage"),
+    *("study_experts", "study_mixed", "study_spans"),
+)
+
 Arm = dict[str, Any]
 
 
@@ -106,6 +111,75 @@ def write_table(name: str, frame: pd.DataFrame, path: Path) -> None:
     write(TABLES[name], frame, path)
 
 
+def routing_tables(arm: Arm, keys: dict[str, Any], generator: np.random.Generator) -> dict[str, list[Any]]:
+    """Rows of the tables on routing of one training: two layers, two domains, documents that switch."""
+    n, k, _ = routing_size(arm).values()
+    if n is None:
+        return {}
+    shift = 0.02 if "spectra" in arm["name"] else 0.0
+    found: dict[str, list[Any]] = {name: [] for name in ROUTING}
+    for layer in range(2):
+        place = {**keys, "layer": layer, "layer_name": f"layers.{layer}.mlp"}
+        loads = generator.dirichlet(np.full(n, 60.0))
+        values = {
+            "load_entropy": (-(loads * np.log(loads)).sum(), np.log(n)),
+            "expert_overlap": (0.09, (k - 1) / (2 * (n - 1) - (k - 1))),
+            "output_orthogonality": (0.80 + shift + 0.002 * generator.standard_normal(), 0.93),
+            "min_over_mean": (n * loads.min(), 0.95),
+            "max_violation": (n * loads.max() - 1, 0.05),
+        }
+        found["study_layers"] += [
+            {**place, "metric": metric, "domain": "", "value": value, "chance": chance}
+            for metric, (value, chance) in values.items()
+        ]
+        for expert in range(n):
+            one = {**place, "expert": expert}
+            found["study_loads"] += [
+                {**one, "domain": domain, "tokens": round(share * loads[expert])}
+                for domain, share in (("code", 4000), ("prose", 2000))
+            ]
+            x, y = generator.standard_normal(2)
+            quota = {"before_quota": loads[expert], "after_quota": min(loads[expert], 1.25 / n)}
+            found["study_experts"].append(
+                {**one, "x": x, "y": y, "variance_share": 0.4, **(quota if shift else {})}
+            )
+        for step in range(0, 301, 50):
+            shares = generator.dirichlet(np.full(n, 8.0) if step <= 100 else 2000 * loads)
+            found["study_usage"] += [
+                {**place, "step": step, "expert": expert, "share": share}
+                for expert, share in enumerate(shares)
+            ]
+    for document in range(4):
+        lost = 0.1 + 0.05 * generator.standard_normal()
+        found["study_mixed"].append(
+            {
+                **keys,
+                "document": document,
+                "first_domain": "code",
+                "domain": "prose",
+                "tokens": 64,
+                **{"loss_own": 2.4, "loss_same": 2.5, "loss_other": 2.5 + lost},
+                **{"entropy_own": 1.5, "entropy_same": 1.5, "entropy_other": 1.6},
+                **{"kept_same": 0.9, "kept_other": 0.8},
+            }
+        )
+        for first in range(0, 128, 16):
+            span = {
+                "document": document,
+                "first": first,
+                "last": first + 15,
+                "layer": 1,
+                "layer_name": "layers.1.mlp",
+                "domain": "code" if first < 64 else "prose",
+                "text": "def f(x): return" if first < 64 else "once upon a time there was a small",
+            }
+            found["study_spans"] += [
+                {**keys, **span, "expert": (expert + first) % n, "share": share}
+                for expert, share in ((0, 0.4), (1, 0.2))
+            ]
+    return found
+
+
 def study_run(
     folder: Path,
     arms: list[Arm] | None = None,
@@ -121,6 +195,8 @@ def study_run(
     arms = router_arms() if arms is None else arms
     of_seed = 0.03 * generator.standard_normal(seeds)
     runs, curves, documents = [], [], []
+    drawn = np.random.default_rng(seed + 1)  # of the tables on routing
+    routing: dict[str, list[Any]] = {name: [] for name in ROUTING}
     for arm in arms:
         cv = arm.get("cv", 0.06 + 0.1 * abs(arm["shift"]) / 0.05)
         for number in range(seeds):
@@ -171,6 +247,8 @@ def study_run(
                     "seconds": 60.0,
                 }
             )
+            for name, rows in routing_tables(arm, keys, drawn).items():
+                routing[name] += rows
             for step in range(0, 301, 50):
                 gone = np.exp(-step / 80)
                 judged = loss + 3.1 * gone
@@ -219,6 +297,9 @@ def study_run(
     if documents:
         write_table("study_documents", pd.DataFrame(documents), folder / "study_documents.parquet")
         write_table("study_curves", pd.DataFrame(curves), folder / "study_curves.parquet")
+    for name, rows in routing.items():
+        if rows:
+            write_table(name, pd.DataFrame(rows), folder / f"{name}.parquet")
     write_table("overhead", pd.DataFrame(overhead), folder / "overhead.parquet")
     write_table(
         "study_comparisons", compare(frame, arms[0]["name"], references), folder / "study_comparisons.parquet"

@@ -62,7 +62,7 @@ def expert_maps(tables: Tables) -> Figure:
         legend={"traceorder": "normal"},
     )
     shown = rows.loc[rows["arm"].isin([BASELINE, METHOD]), "variance_share"].mean()
-    caption = f"Orthogonality of outputs: {', '.join(parts)}{chance}. Axes show {100 * shown:.0f} % of it."
+    caption = f"Orthogonality of outputs: {', '.join(parts)}{chance}. Variance shown: {100 * shown:.0f} %."
     details = (
         "Principal axes of the mean cosines of two experts' outputs for the same tokens; middle layer, first "
         "seed. Distances on the map are those of unit outputs, as far as two axes show them."
@@ -88,6 +88,7 @@ def usage(tables: Tables) -> Figure:
     rows = tables["study_usage"]
     rows = first_seed(rows[rows["layer"] == middle_layer(rows)])
     arms = variant_arms(rows)
+    rows = rows[rows["arm"].isin([arm for _, arm in arms])]
     experts = sorted(rows["expert"].unique())
     data: list[Trace] = []
     captions = []
@@ -166,6 +167,6 @@ def has_quota(tables: Tables) -> bool:
 
 
 EXPERT_MAPS = FigureSpec("expert_maps", ("study_experts",), expert_maps, wide=True, condition=has_both_maps)
-USAGE = FigureSpec("usage_areas", ("study_usage",), usage, wide=True)
+USAGE = FigureSpec("usage_areas", ("study_usage", "study_comparisons"), usage, wide=True)
 QUOTA = FigureSpec("quota_loads", ("study_experts",), quota, wide=True, condition=has_quota)
 RESULT_FIGURES = [EXPERT_MAPS, USAGE, QUOTA]

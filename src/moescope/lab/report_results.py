@@ -131,21 +131,21 @@ def reasons(tables: Tables, rows: list[tuple[str, str]]) -> str:
 def hypotheses_section(results: Results) -> Section:
     found = numbers.hypotheses(results)
     heads: Heads = [
-        ("hypothesis", "hypothesis", "text"),
+        ("hypothesis", "hypothesis", "sentence"),
         ("verdict", "verdict", "text"),
         ("number", "number that decides", "text"),
         ("study_comparisons.p_adjusted", "p, Holm", "text"),
-        ("measure", "what it is", "text"),
         ("seeds", "seeds", "int"),
+        ("measure", "what it is", "sentence"),
     ]
     rows = [
         [
             f"{one.name}: {one.claim}",
             one.verdict,
-            cell(one.number, 4, chance=False) if one.number else capital(one.why),
+            cell(one.number, 4, chance=False),
             p_text(one.p_adjusted),
-            one.measure + (f"; {one.why}" if one.number and one.why else ""),
-            one.number.seeds if one.number else None,
+            (one.number.seeds or None) if one.number else None,
+            one.measure + (f"; {one.why}" if one.why else ""),
         ]
         for one in found
     ]
@@ -179,11 +179,10 @@ def significance_section(results: Results) -> Section:
         ("seeds", "seeds", "int"),
     ]
     found = numbers.comparisons(results)
-    closures = {f"SPECTRA vs. {title}": numbers.gap_closure(results.main, arm) for title, arm in ROUTERS}
-    closures["SPECTRA vs. Dense (active size)"] = numbers.gap_closure(results.main, METHOD)
+    closure = numbers.gap_closure(results.main, METHOD)
+    dense = "SPECTRA vs. Dense (active size)"
     rows = []
     for one in found:
-        closure = closures.get(one.title)
         difference = one.difference
         rows.append(
             [
@@ -193,23 +192,28 @@ def significance_section(results: Results) -> Section:
                 p_text(one.p_adjusted) if difference else NOT_RUN,
                 one.stars,
                 one.hedges_g if difference else None,
-                (cell(closure, 2, chance=False) if closure else NOT_RUN) if one.title in closures else "",
+                cell(closure, 2, chance=False) if one.title == dense else "",
                 difference.seeds if difference else None,
             ]
         )
     text = (
         "Above 0 SPECTRA is better. Paired t tests over seeds, Holm-corrected for all rows; *** p < 0.001, "
-        "** p < 0.01, * p < 0.05. Gap closure of the other router (in the last dense row: of SPECTRA): 0 is "
-        "the dense model of active size, 1 that of total size."
+        "** p < 0.01, * p < 0.05. Gap closure: 0 is the dense model of active size, 1 that of total size."
     )
-    why = []
-    if not {DENSE_ACTIVE, DENSE_TOTAL} <= numbers.finished_arms(results.main):
-        why.append("Gap closure: not run; it needs dense models of active and of total size.")
+    why = [no_gap(results.main)] if closure is None else []
     lacking = [one.title for one in found if one.difference is None]
     if lacking:
         why.append(f"Not run: {listed(lacking)}.")
     table = plain_table("results_significance", "Table 13: significance", heads, rows)
     return section("significance", "Significance", " ".join([text, *why]), table)
+
+
+def no_gap(tables: Tables) -> str:
+    if {DENSE_ACTIVE, DENSE_TOTAL} <= numbers.finished_arms(tables):
+        return (
+            "No gap closure: the dense models of active and total size do not differ beyond their interval."
+        )
+    return "Gap closure: not run; it needs dense models of active and of total size."
 
 
 # --- task performance, variants
@@ -218,13 +222,16 @@ def significance_section(results: Results) -> Section:
 def performance_section(tables: Tables) -> Section:
     domains = numbers.trained_domains(tables)
     outside = numbers.unseen(tables)
-    runs = tables["study_runs"] if tables else pd.DataFrame(columns=["arm"])
+    runs = tables["study_runs"] if tables else pd.DataFrame(columns=["arm", "question"])
+    runs = runs[runs["question"] == "main"] if (runs["question"] == "main").any() else runs
     arms = [(arm, arm) for arm in dict.fromkeys(runs["arm"])]
     rows = []
     for title, arm in arms:
         losses = numbers.domain_losses(tables, arm)
         overall = numbers.run_value(tables, arm, "validation_loss")
+        closure = numbers.gap_closure(tables, arm)
         row = [title, arm_cell(tables, arm, overall, 4, chance=False), perplexity(overall)]
+        row.append(cell(closure, 2, chance=False) if closure else absent(tables, arm) or "no gap known")
         for domain in (*domains, *outside):
             found = numbers.over_seeds(losses[domain]) if domain in losses else None
             row += [arm_cell(tables, arm, found, 3, chance=False), perplexity(found)]
@@ -232,25 +239,29 @@ def performance_section(tables: Tables) -> Section:
     if "unigram_loss" in runs and runs["unigram_loss"].notna().any():
         level = Estimate(float(runs["unigram_loss"].mean()), math.nan, 1)
         blank = [""] * 2 * (len(domains) + len(outside))
-        rows.append(["unigram baseline", cell(level, 4), perplexity(level), *blank])
+        rows.append(["unigram baseline", cell(level, 4), perplexity(level), "", *blank])
     heads: Heads = [
         ("arm", "router", "text"),
         ("study_runs.validation_loss", "loss ± 95 %", "text"),
         ("perplexity", "perplexity", "text"),
+        ("gap_closure", "gap closure", "text"),
     ]
     for domain in (*domains, *outside):
         name = f"{domain}, not trained on" if domain in outside else domain
         heads += [("study_documents.loss", name, "text"), ("perplexity", "perplexity", "text")]
     text = (
         "Validation loss in nats per token and perplexity, means over seeds, overall and by domain. "
+        "Gap closure: 0 is the dense model of active size, 1 that of total size. "
         f"{NO_HARNESS} {reasons(tables, arms)}"
     )
+    if tables and numbers.gap_closure(tables, METHOD) is None:
+        text += f" {no_gap(tables)}"
     table = plain_table("results_performance", "6.1 Task performance", heads, rows)
     return section("performance", "Task performance", text.strip(), table)
 
 
 def perplexity(found: Estimate | None) -> str:
-    return number(math.exp(found.mean)) if found else ""
+    return f"{math.exp(found.mean):,.2f}" if found else ""
 
 
 def variants_section(tables: Tables) -> Section:
@@ -522,8 +533,8 @@ def failures_section(tables: Tables) -> Section:
     heads: Heads = [
         ("mode", "failure mode", "text"),
         ("arm", "router", "text"),
-        ("frequency", "frequency (chance)", "text"),
-        ("impact", "impact", "text"),
+        ("frequency", "frequency (chance)", "sentence"),
+        ("impact", "impact", "sentence"),
     ]
     rows: list[list[Any]] = []
     lacking: set[str] = set()

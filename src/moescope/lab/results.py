@@ -15,7 +15,7 @@ import numpy as np
 import pandas as pd
 from scipy import stats
 
-from moescope.lab.study_statistics import LEVEL, MIN_SEEDS, holm, loss_table
+from moescope.lab.study_statistics import LEVEL, MIN_SEEDS, enters_comparisons, holm, loss_table
 from moescope.lab.study_statistics import differences as seed_differences
 from moescope.verb import Tables
 
@@ -116,8 +116,7 @@ def finished(tables: Tables) -> pd.DataFrame:
     runs = tables.get("study_runs")
     if runs is None:
         return pd.DataFrame(columns=["arm", "seed", "status", "validation_loss"])
-    counted = loss_table(runs).stack().dropna().index
-    return runs[pd.MultiIndex.from_frame(runs[["arm", "seed"]]).isin(counted)]
+    return runs[enters_comparisons(runs)]
 
 
 def finished_arms(tables: Tables) -> set[str]:
@@ -419,7 +418,7 @@ def judge(hypothesis: Hypothesis, p: float) -> Hypothesis:
     if not math.isfinite(p) or p > LEVEL:
         return replace(hypothesis, why="not distinguishable from 0 with these seeds", p_adjusted=p)
     verdict = CONFIRMED if found.mean > 0 else REFUTED
-    return replace(hypothesis, verdict=verdict, p_adjusted=p)
+    return replace(hypothesis, verdict=verdict, why="", p_adjusted=p)
 
 
 def missing(*arms: str) -> str:
@@ -473,7 +472,7 @@ def h4(results: Results) -> Hypothesis:
         return Hypothesis("H4", claim, measure, None, why="needs timings of both routers")
     more = method / baseline - 1
     verdict = CONFIRMED if more <= SIMILAR_COST else REFUTED
-    return Hypothesis("H4", claim, measure, Estimate(more, math.nan, 1, 0.0), verdict)
+    return Hypothesis("H4", claim, measure, Estimate(more, math.nan, 0, 0.0), verdict)
 
 
 def h5(results: Results) -> Hypothesis:

@@ -110,15 +110,20 @@ def compare(runs: pd.DataFrame, reference: str, references: Mapping[str, str] | 
     return frame.astype({"seeds": "int64", "degrees_of_freedom": "Int64"})
 
 
-def loss_table(runs: pd.DataFrame) -> pd.DataFrame:
-    """Return losses by arm and seed; NaN where a training is not done or does not beat the unigram baseline.
+def enters_comparisons(runs: pd.DataFrame) -> pd.Series:
+    """Return which trainings count: done, with a finite loss that beats the unigram baseline.
 
     Runs without a baseline, of an older version, count.
     """
     losses = runs.get("validation_loss", runs["seed"] * np.nan).astype(float)  # absent if nothing ran
     baseline = runs.get("unigram_loss", runs["seed"] * np.nan).astype(float).fillna(np.inf)
-    counts = (runs["status"] == "done") & np.isfinite(losses) & (losses < baseline)
-    counted = runs.assign(validation_loss=losses.where(counts))
+    return (runs["status"] == "done") & np.isfinite(losses) & (losses < baseline)
+
+
+def loss_table(runs: pd.DataFrame) -> pd.DataFrame:
+    """Return losses by arm and seed; NaN where a training does not count."""
+    losses = runs.get("validation_loss", runs["seed"] * np.nan).astype(float)
+    counted = runs.assign(validation_loss=losses.where(enters_comparisons(runs)))
     return counted.pivot(index="arm", columns="seed", values="validation_loss")
 
 

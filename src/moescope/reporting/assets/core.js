@@ -166,17 +166,18 @@ M.number = (value, digits = 3) => {
     return kind !== "float" || typeof value === "string" ? String(value) : M.number(value);
   }
 
+  const cellClass = (kind) => ({ text: "text", sentence: "text sentence" })[kind] ?? null;
   M.tableElement = (table, folded) => {
     const heads = table.columns.map((column) => {
       const entry = column.entry ?? column.name;
       const link = M.make("a", { href: M.state.link({ tab: "methods", term: entry }) }, column.title);
-      return M.make("th", { class: column.kind === "text" ? "text" : null, scope: "col" }, link);
+      return M.make("th", { class: cellClass(column.kind), scope: "col" }, link);
     });
     const rows = table.rows.map((row) => M.make("tr", {}, ...row.map((value, index) => {
       const { kind, name, terms } = table.columns[index];
       const content = name === "layer" && typeof value === "number" ? M.make("a", { href: M.state.link({ layer: value }) }, String(value))
         : terms?.[value] ? M.make("a", { href: M.state.link({ tab: "methods", term: value }) }, terms[value]) : cellText(value, kind);
-      return M.make("td", { class: kind === "text" ? "text" : null }, content);
+      return M.make("td", { class: cellClass(kind) }, content);
     })));
     // of a selected domain its rows only, shown and saved, where the table has any
     const domains = table.columns.findIndex((column) => column.name === "domain");

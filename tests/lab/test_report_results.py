@@ -1,0 +1,171 @@
+"""The page "Results": rows and columns as published, every cell with a number or a reason."""
+
+from __future__ import annotations
+
+import functools
+import math
+from pathlib import Path
+
+import pytest
+
+from lab.study_runs import more_arms, router_arms, study_run
+from moescope.lab.report_study import overlay
+from moescope.reporting.page import page_content
+from moescope.run import Run
+from moescope.verb import Section
+
+PARTS = ("-Expression", "-GRU", "-SpecialityPenalty", "-Ortho", "-Repulsion", "-Quota", "-All")
+
+
+def main_arms() -> list[dict]:
+    arms = router_arms(["top2", "spectra", "switch_top1", "expert_choice", "hash", "dense", "dense_total"])
+    arms[-1] |= {"shift": -0.2, "overrides": {"model": {"router": "dense"}}}
+    return arms
+
+
+def ablation_arms() -> list[dict]:
+    spectra = {"question": "ablation", "overrides": {"model": {"router": "spectra"}}, "axes": {}}
+    return [{**spectra, "name": f"spectra{part}", "shift": 0.01 * at} for at, part in enumerate(PARTS)]
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
+    """All parts but base models and sizes; hash was not run."""
+    scaling = [arm for arm in more_arms() if arm["question"] == "scaling"]
+    arms = [*main_arms(), *ablation_arms(), *scaling]
+    folder = tmp_path_factory.mktemp("study") / "run"
+    return study_run(folder, arms=arms, references={"ablation": "spectra"}, not_run=("hash",))
+
+
+@functools.lru_cache(maxsize=4)
+def page(*paths: Path) -> list[Section]:
+    return overlay([Run.load(path) for path in paths])
+
+
+def tables(*runs: Run) -> dict[str, dict]:
+    """Table name -> its payload."""
+    sections = page(*(run.path for run in runs))
+    return {table["name"]: table for section in sections for table in section.tables}
+
+
+def text_of(name: str, *runs: Run) -> str:
+    sections = page(*(run.path for run in runs))
+    return next(one.text for one in sections if any(table["name"] == name for table in one.tables))
+
+
+def test_answers_come_first_then_tables_in_the_papers_order(run: Run):
+    found = [table["title"].split(":")[0] for section in page(run.path) for table in section.tables]
+    assert found == [
+        *(
+            "6.10 Hypotheses",
+            "Table 13",
+            "6.1 Task performance",
+            "Table 7",
+            "Table 9",
+            "Table 10",
+            "Table 11",
+        ),
+        *("Table 12", "6.7 Case studies", "6.8 Failure modes"),
+    ]
+    drawn = [spec.name for section in page(run.path) for spec, _ in section.figures]
+    assert drawn == [
+        *("expert_maps", "arms_validation_loss_by_step", "usage_areas", "arms_routing_entropy_by_step"),
+        "quota_loads",
+    ]
+
+
+def test_the_tab_is_there_for_studies_alone(run: Run):
+    names = [tab for tab in page_content([run])["data"].split('"name":"')[1:] if tab.startswith("results")]
+    assert names
+
+
+def test_table_7_has_the_published_rows_and_chance_levels(run: Run):
+    table = tables(run)["results_variants"]
+    assert [row[0] for row in table["rows"]] == [
+        *("SPECTRA-Full", "-Expression", "-GRU", "-SpecialityPenalty", "-OrthoConstraint"),
+        *("-Repulsion", "-Quota", "-All"),
+    ]
+    for row in table["rows"]:
+        assert row[1].endswith(f"({math.log(8):.3f})")
+        assert row[2].endswith(f"({100 / 13:.1f})")  # (k − 1)/(2 (n − 1) − (k − 1)), k 2 of n 8
+        assert row[4].endswith("of 10)")  # 5 seeds, 2 layers
+
+
+def test_table_12_ends_with_the_ideal_and_says_what_was_not_run(run: Run):
+    rows = {row[0]: row[1:] for row in tables(run)["results_stability"]["rows"]}
+    assert list(rows)[-1] == "Ideal"
+    assert rows["Ideal"] == ["100", "0", "1"]
+    assert rows["Hash"] == ["not run"] * 3
+    assert rows["SPECTRA"][0].endswith("(25.0)")
+    assert "Hash: not run" in text_of("results_stability", run)
+
+
+def test_perplexity_is_the_exponential_of_the_loss(run: Run):
+    rows = {row[0]: row[1:] for row in tables(run)["results_performance"]["rows"]}
+    loss = run.table("study_runs").query("arm == 'top2'")["validation_loss"].mean()
+    assert rows["top2"][:2] == [rows["top2"][0], f"{math.exp(loss):.2f}"]
+    assert rows["top2"][0].startswith(f"{loss:.4f} ± ")
+    assert rows["hash"][0] == "not run"
+    assert "spectra-GRU" not in rows
+
+
+def test_table_9_adds_up(run: Run):
+    rows = tables(run)["results_overhead"]["rows"]
+    *parts, total, _ = rows
+    assert sum(row[1] for row in parts) == pytest.approx(total[1])
+    assert sum(float(row[3].split()[0]) for row in parts) == pytest.approx(100, abs=0.3)
+
+
+def test_table_11_has_a_slope_per_doubling(run: Run):
+    *rows, trend = tables(run)["results_experts"]["rows"]
+    assert [row[0] for row in rows] == ["4", "16", "32"]
+    means = run.table("study_runs").groupby("arm")["validation_loss"].mean()
+    y = [means[f"top2 experts={count}"] for count in (4, 16, 32)]
+    # least squares at 2, 4 and 5 doublings, by hand: Σ (x − 11/3) y / Σ (x − 11/3)²
+    slope = (-5 / 3 * y[0] + 1 / 3 * y[1] + 4 / 3 * y[2]) / (25 / 9 + 1 / 9 + 16 / 9)
+    assert trend[1] == f"{slope:+.4f}".replace("-", "−")
+
+
+def test_what_was_not_run_says_why(run: Run, tmp_path: Path):
+    assert "Not run: no study on this page trains routers of existing models" in text_of("results_bases", run)
+    assert {cell for row in tables(run)["results_bases"]["rows"] for cell in row[1:]} == {"not run"}
+    bare = study_run(tmp_path / "bare", arms=router_arms(["top2", "loss_free"]))
+    for name in ("results_variants", "results_significance", "results_stability", "results_experts"):
+        table = tables(bare)[name]
+        assert "ot run" in text_of(name, bare)
+        assert any("not run" in row for row in table["rows"])
+
+
+def test_no_cell_of_text_is_empty_without_a_reason(run: Run):
+    for name, table in tables(run).items():
+        kinds = [column["kind"] for column in table["columns"]]
+        allowed = {"results_significance": 6, "results_experts": 3, "results_hypotheses": 3}
+        for row in table["rows"]:
+            for at, (kind, cell) in enumerate(zip(kinds, row, strict=True)):
+                if kind == "text" and at < allowed.get(name, len(row)) and "baseline" not in str(row[0]):
+                    assert cell or (name == "results_performance" and row[1] == "not run"), (name, row)
+
+
+def test_studies_of_separate_runs_make_one_page(run: Run, tmp_path: Path):
+    main = study_run(tmp_path / "main", arms=main_arms())
+    full = {**ablation_arms()[0], "name": "spectra", "shift": 0.0}
+    ablation = study_run(tmp_path / "ablation", arms=[full, *ablation_arms()])
+    found = tables(main, ablation)
+    assert all("not run" not in row for row in found["results_variants"]["rows"])
+    assert all("not run" not in row for row in found["results_stability"]["rows"])
+    verdicts = {row[0][:2]: row[1] for row in found["results_hypotheses"]["rows"]}
+    assert list(verdicts) == [f"H{place}" for place in range(1, 8)]
+    assert set(verdicts.values()) <= {"confirmed", "refuted", "not testable"}
+
+
+def test_every_figure_is_drawn_with_its_numbers(run: Run):
+    for section in page(run.path):
+        for spec, frames in section.figures:
+            figure = spec.draw(frames)
+            assert figure.data
+            assert len(figure.title.split()) <= 8
+    usage = run.draw("usage_areas", question="ablation")
+    experts = 8
+    assert usage.slider.values[0] == "SPECTRA-Full"
+    assert len(usage.data) == experts * len(usage.slider.values)
+    assert sum(trace["y"][-1] for trace in usage.data[:experts]) == pytest.approx(1)
