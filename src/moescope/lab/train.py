@@ -197,11 +197,10 @@ def train_existing(given: dict[str, Any]) -> Run:
             if ranks.first:
                 assert run is not None
                 analyse(run, [str((folder / "model").resolve())], corpus.domains, place, quiet)
-                if tasks is not None:
-                    add_task_results(
-                        Run.load(folder), name, given["tasks"], tasks, settled.train, place, quiet
-                    )
         ranks.wait()
+    if tasks is not None:  # on the first rank; the others need not wait for it
+        with lock_training(folder):
+            add_task_results(Run.load(folder), name, given["tasks"], tasks, settled.train, place, quiet)
     return Run.load(folder)
 
 
