@@ -105,6 +105,27 @@ def test_a_single_size_is_drawn_with_markers_and_a_split_only_over_all_layers(tr
     assert not any("split" in name for name in drawn["cache_layers"])
 
 
+def test_lines_of_chance_have_no_markers_and_the_optimum_is_drawn_over_equal_policies(trace, tmp_path):
+    run = moescope.deploy(trace, slots=[2, 4], out=tmp_path / "run", quiet=True)
+    for name in ("cache_curve", "cache_loading", "cache_layers"):
+        lines = {line["name"]: line for line in run.draw(name).data}
+        assert all("markers" not in line["mode"] for key, line in lines.items() if "random" in key)
+        assert [key for key in lines if "random" not in key][-1] == "optimum (Belady)"
+        assert len({(line["line"]["color"], line["line"]["dash"]) for line in lines.values()}) == len(lines)
+
+
+def test_coverage_of_one_document_is_named_by_its_dotted_line_and_shares_end_at_all_experts(tmp_path):
+    chosen_TK = random_tokens(np.random.default_rng(0), 50, 2, 8)
+    one = write_trace(tmp_path / "trace", [chosen_TK], np.zeros(50, int), 8)
+    run = moescope.deploy(one, min_tokens=64, out=tmp_path / "run", quiet=True)
+    lines = run.draw("coverage_documents").data
+    (named,) = (line for line in lines if line["name"] == "all documents" and line["showlegend"])
+    assert (named["line"]["dash"], len(named["x"]) > 1) == ("dot", True)
+    axis = run.draw("coverage_experts").layout["xaxis"]
+    assert axis["range"][1] > 1  # else the tick of 100 % is lost
+    assert (1 / axis["dtick"]).is_integer()
+
+
 def test_one_expert_per_device_is_nothing_to_place_and_not_the_default(trace, tmp_path):
     run = moescope.deploy(trace, out=tmp_path / "default", quiet=True)
     assert run.table("placement")["devices"].unique() == [4]  # 8 experts, two per device

@@ -23,12 +23,12 @@ from moescope.plotting.style import (
 from moescope.verb import Figure, FigureSpec, Slider, Tables, Trace
 
 POLICY_STYLES: dict[str, dict[str, Any]] = {
-    "belady": {"name": "optimum (Belady)", "color": CATEGORICAL[2], "dash": "dash"},
     "lru": {"name": "LRU", "color": CATEGORICAL[0], "dash": "solid"},
     "lru_split": {"name": "LRU, split over layers", "color": CATEGORICAL[5], "dash": "dot"},
-    "lfu": {"name": "LFU", "color": CATEGORICAL[3], "dash": "solid"},
+    "lfu": {"name": "LFU", "color": CATEGORICAL[3], "dash": "dashdot"},
     "static": {"name": "static list", "color": CATEGORICAL[1], "dash": "solid"},
     "static_in_sample": {"name": "static list in sample", "color": CATEGORICAL[4], "dash": "dot"},
+    "belady": {"name": "optimum (Belady)", "color": CATEGORICAL[2], "dash": "dash"},  # drawn on top
 }
 RANDOM_LRU = "LRU, random routing"
 PRELOADED = (
@@ -111,6 +111,9 @@ def chance_line(rows: pd.DataFrame, x: str, name: str = RANDOM_LRU, dash: str = 
 
 
 def marked(line: Trace) -> Trace:
+    """Show a line of one point."""
+    if len(line["x"]) > 1:
+        return line
     return {**line, "mode": "lines+markers", "marker": {"size": 5, "color": line["line"]["color"]}}
 
 
@@ -385,7 +388,7 @@ def placement_traffic(tables: Tables) -> Figure:
     """Remote devices and nodes per token and layer, per method."""
     rows = together(tables["placement"]).set_index("method")
     layers = tables["placement"]["layer"].nunique()
-    names = [style["name"] for style in METHOD_STYLES.values()]
+    names = [style["name"].removesuffix(" (default)") for style in METHOD_STYLES.values()]
     kinds = [("cross_device", "devices", CATEGORICAL[0])]
     if rows["nodes"].iloc[0] > 1:
         kinds.append(("cross_node", "nodes", CATEGORICAL[1]))
@@ -393,7 +396,13 @@ def placement_traffic(tables: Tables) -> Figure:
     for column, what, color in kinds:
         values = [float(rows.loc[method, column]) / layers for method in METHOD_STYLES]
         data.append(
-            {"type": "bar", "name": f"remote {what}", "x": names, "y": values, "marker": {"color": color}}
+            {
+                "type": "bar",
+                "name": f"remote {what}",
+                "x": names,
+                "y": values,
+                "marker": {"color": color, "opacity": 0.6},  # the lines of chance and optimum cross it
+            }
         )
         chance = float(rows.loc["random", column]) / layers
         data.append(grey_line(names, [chance] * len(names), f"random placement, {what}"))
@@ -405,7 +414,9 @@ def placement_traffic(tables: Tables) -> Figure:
         f"{capital(method_words(tables['placement'], 'cross_device'))}.",
         ("cross_device", "cross_node", "cross_device_least", "method"),
         data,
-        base_layout("placement", "per token and layer", yaxis={"rangemode": "tozero"}, barmode="group"),
+        base_layout(
+            "placement", "per token and layer", yaxis={"rangemode": "tozero"}, barmode="group", bargap=0.5
+        ),
         height=400,
         details="A token is sent to every device that holds one of its experts, its own (any) excepted.",
     )
@@ -428,10 +439,11 @@ def coverage_documents(tables: Tables) -> Figure:
         style = {"name": domain or "all documents", **category_style(index)}
         solid = group[~group["extrapolated"].astype(bool)]
         beyond = group[group["documents"] >= solid["documents"].max()]
+        named = "solid" if len(solid) > 1 else "dot"
         for part, dash in ((solid, "solid"), (beyond, "dot")):
             line = styled_line(part["documents"], part["below"], {**style, "dash": dash}, "%{y:.4g} experts")
             line["hovertemplate"] = "%{x} documents<br>%{y:.4g} experts<extra></extra>"
-            line["showlegend"] = dash == "solid"
+            line["showlegend"] = dash == named
             data.append(with_whiskers(line, part, "below"))
     ends = [int(rows["documents"].min()), int(rows["documents"].max())]
     data.append(grey_line(ends, [0, 0], "optimum: 0", "dot"))
@@ -443,7 +455,9 @@ def coverage_documents(tables: Tables) -> Figure:
         coverage_words(rows),
         ("coverage_curve.below", "coverage_curve.documents", "needed", "minimum"),
         data,
-        base_layout("documents", "experts below the minimum", xaxis=log_axis(ends)),
+        base_layout(
+            "documents", "experts below the minimum", xaxis=log_axis(ends), yaxis={"tickformat": ",d"}
+        ),
         height=400,
         details="Solid: subsamples of the documents. Dotted: extrapolated at each expert's mean rate. "
         "Whiskers: 2.5th to 97.5th percentile.",
@@ -519,7 +533,7 @@ def coverage_experts(tables: Tables) -> Figure:
         base_layout(
             "share of experts",
             "tokens",
-            xaxis={"tickformat": ".0%", "range": [0, 1]},
+            xaxis={"tickformat": ".0%", "range": [0, 1.03], "dtick": 0.25},
             yaxis=log_axis([1, max(minimum, float(rows["tokens"].max()))], zero=0.5),
         ),
         height=400,
