@@ -84,7 +84,9 @@ def test_lists_for_fine_tuning_reach_the_share_with_the_fewest_experts(exports):
 def test_lists_of_real_tasks_are_those_that_esft_published():
     tokens = pd.read_parquet(REAL / "deepseek_v2_lite_esft.parquet")
     published = json.loads((REAL / "esft_published.json").read_text())
-    for (domain, layer), rows in tokens.groupby(["domain", "layer"], observed=True):
+    layers = tokens.groupby(["domain", "layer"], observed=True)
+    assert len(layers) == sum(map(len, published.values())) == 2 * 26
+    for (domain, layer), rows in layers:
         counts = np.bincount(np.concatenate(list(rows["experts"])), minlength=64)
         assert esft_experts(counts, 0.2) == published[domain][str(layer)], (domain, layer)
 
