@@ -86,7 +86,7 @@ def test_as_many_experts_at_once_as_blas_has_threads_within_reason(threads, expe
 
 def test_a_blas_that_cannot_be_told_is_left_alone_and_experts_go_one_by_one(monkeypatch):
     for module in (parallel, lapack):
-        monkeypatch.setattr(module, "thread_controls", lambda: None)
+        monkeypatch.setattr(module, "thread_controls", lambda *_: None)
     assert count_threads() == 1
     with one_blas_thread():
         pass
@@ -105,3 +105,17 @@ def test_a_layer_comes_out_the_same_whether_experts_go_one_by_one_or_at_once(mon
     assert frames[1]["spectra"]["fallback"].tolist() == [False, False, False, True, False]
     for name, frame in frames[1].items():
         assert frame.equals(frames[3][name]), name
+
+
+@pytest.mark.parametrize("package", ["numpy", "scipy"])
+def test_the_blas_of_either_package_has_one_thread_and_then_as_many_as_before(package):
+    controls = thread_controls(package)
+    assert controls is not None
+    before = controls.get()
+    controls.set(2)
+    try:
+        with one_blas_thread(package):
+            assert controls.get() == 1
+        assert controls.get() == 2
+    finally:
+        controls.set(before)

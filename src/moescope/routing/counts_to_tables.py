@@ -43,6 +43,7 @@ from moescope.routing.specialisation import (
 from moescope.routing.tables import TABLES
 from moescope.routing.token_sample import Probe
 from moescope.routing.vocabulary import Vocabulary
+from moescope.spectral.lapack import one_blas_thread
 from moescope.statistics import FEWEST_DOCUMENTS, NOT_AVAILABLE, Interval, clip_share, jackknife_interval
 from moescope.types import Array, Integers
 
@@ -127,7 +128,8 @@ class Traced:
             return pd.concat(parts, ignore_index=True) if len(parts) > 1 else parts[0]
 
         main = self.main()
-        with ThreadPoolExecutor(THREADS) as pool:
+        # small matrices: threads of BLAS would only wait for each other
+        with one_blas_thread("numpy"), ThreadPoolExecutor(THREADS) as pool:
             words = []
             if self.probe is not None:  # in threads, beside all other tables
                 vocabulary = Vocabulary(self.probe, seed)

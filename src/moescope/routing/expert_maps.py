@@ -7,7 +7,7 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
@@ -39,7 +39,11 @@ class Cloud:
     def of_rows(cls, rows: np.ndarray) -> Cloud:
         return cls(rows @ rows.T)
 
-    @property
+    @cached_property
+    def plane(self) -> tuple[np.ndarray, np.ndarray]:
+        return principal_plane(self)
+
+    @cached_property
     def distances(self) -> np.ndarray:
         sizes = np.diag(self.gram)
         squared = np.maximum(sizes[:, None] + sizes[None, :] - 2 * self.gram, 0.0)
@@ -67,12 +71,12 @@ def principal_plane(cloud: Cloud) -> tuple[np.ndarray, np.ndarray]:
 
 
 def pca(clouds: Sequence[Cloud]) -> list[np.ndarray]:
-    return [principal_plane(cloud)[0] for cloud in clouds]
+    return [cloud.plane[0] for cloud in clouds]
 
 
 def initial_layout(cloud: Cloud, spread: float) -> np.ndarray:
     """The scaled principal plane, a start that preserves global structure (Kobak & Linderman 2021)."""
-    at = principal_plane(cloud)[0]
+    at = cloud.plane[0]
     size = at[:, 0].std()
     return np.asarray(at / size * spread if size else at).astype(np.float32)
 
@@ -327,7 +331,7 @@ def expert_maps(tables: dict[str, pd.DataFrame], methods: Sequence[str]) -> pd.D
             "expert": experts,
             "x": at[:, 0],
             "y": at[:, 1] if at.shape[1] > 1 else 0.0,
-            "variance": principal_plane(cloud)[1].sum(),
+            "variance": cloud.plane[1].sum(),
             "variance_chance": level,
             "neighbours": preserved,
             "neighbours_chance": chance,

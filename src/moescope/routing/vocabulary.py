@@ -151,8 +151,10 @@ def gain(
     tokens_V, assigned_E = np.asarray(held_out_VE.sum(1)).ravel(), np.asarray(held_out_VE.sum(0)).ravel()
     shrunk = seen + np.repeat(strength * prior_E, np.diff(held_out_VE.indptr))
     some = tokens_V > 0
-    total = held_out_VE.data @ np.log(shrunk) - assigned_E @ np.log(prior_E)
-    return float((total - tokens_V[some] @ np.log(per_token_V[some] + strength)) / tokens_V.sum())
+    # sums rather than inner products, whose BLAS threads would wait for each other
+    total = (held_out_VE.data * np.log(shrunk)).sum() - (assigned_E * np.log(prior_E)).sum()
+    total -= (tokens_V[some] * np.log(per_token_V[some] + strength)).sum()
+    return float(total / tokens_V.sum())
 
 
 def permutation_within_documents(document_T: Integers, seed: int = 0) -> Integers:

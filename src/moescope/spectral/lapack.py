@@ -12,6 +12,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache
+from importlib import import_module
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -79,48 +80,45 @@ def lapack_with_workspace(name: str, *arguments: str | int | float | np.ndarray[
 
 
 class ThreadControls(NamedTuple):
-    """Get and set the number of threads of scipy's BLAS."""
+    """Get and set the number of threads of a BLAS."""
 
     get: Callable[[], int]
     set: Callable[[int], None]
 
 
 @cache
-def thread_controls() -> ThreadControls | None:
-    """Those of the OpenBLAS in scipy's wheels; None where scipy was built with another BLAS."""
-    import scipy
-
-    package = Path(scipy.__file__).parent
-    for folder in (package.parent / "scipy.libs", package / ".dylibs"):
-        for path in sorted(folder.glob("*openblas*")):
+def thread_controls(package: str = "scipy") -> ThreadControls | None:
+    """Those of the OpenBLAS in scipy's or numpy's wheels; None where it was built with another BLAS."""
+    folder = Path(str(import_module(package).__file__)).parent
+    for libraries in (folder.parent / f"{package}.libs", folder / ".dylibs"):
+        for path in sorted(libraries.glob("*openblas*")):
             library = ctypes.CDLL(str(path))
-            for prefix in ("scipy_openblas", "openblas"):
-                if hasattr(library, f"{prefix}_set_num_threads"):
-                    return ThreadControls(
-                        getattr(library, f"{prefix}_get_num_threads"),
-                        getattr(library, f"{prefix}_set_num_threads"),
-                    )
+            for name in ("scipy_openblas_%s_num_threads", "openblas_%s_num_threads"):
+                for symbol in (name, f"{name}64_"):  # of 64-bit integers
+                    if hasattr(library, symbol % "set"):
+                        return ThreadControls(*(getattr(library, symbol % verb) for verb in ("get", "set")))
     return None
 
 
 _lock = threading.Lock()
-_saved_counts: list[int] = []  # one entry per active one_blas_thread: the thread count to restore
+_saved_counts: dict[str, list[int]] = {}  # one per active one_blas_thread: the thread count to restore
 
 
 @contextmanager
-def one_blas_thread() -> Iterator[None]:
-    """Limit BLAS to one thread until the last active caller, in whatever thread, leaves."""
-    controls = thread_controls()
+def one_blas_thread(package: str = "scipy") -> Iterator[None]:
+    """Limit the package's BLAS to one thread until the last active caller, in whatever thread, leaves."""
+    controls = thread_controls(package)
     if controls is None:
         yield
         return
     with _lock:
-        _saved_counts.append(_saved_counts[0] if _saved_counts else controls.get())
+        saved = _saved_counts.setdefault(package, [])
+        saved.append(saved[0] if saved else controls.get())
         controls.set(1)
     try:
         yield
     finally:
         with _lock:
-            before = _saved_counts.pop()
-            if not _saved_counts:
+            before = saved.pop()
+            if not saved:
                 controls.set(before)
