@@ -22,6 +22,7 @@ from moescope.verbs import OTHERS, VERBS, load_verb
 DOCS = Path(__file__).parent
 sys.path.insert(0, str(DOCS))
 
+from findings import read_results, render  # noqa: E402
 from pictures import PICTURES, RUNS  # noqa: E402
 
 CONCEPTS = ["alignment", "nulls", "ambiguity", "routing", "merging"]
@@ -30,7 +31,7 @@ RECORDS = {name: load_verb(name) for name in [*(name for name, _, _ in VERBS), *
 
 def on_config(config: Any) -> Any:
     """Set the navigation; a page in docs/ that is listed nowhere joins the guides."""
-    findings = ["case_study.md", "routers.md", "benchmarks.md"]
+    findings = ["findings.md", "case_study.md", "routers.md", "benchmarks.md"]
     guides = ["monitor.md", "lab.md", "faq.md"]
     listed = {"index.md", *findings, *guides}
     guides += sorted(path.name for path in DOCS.glob("*.md") if path.name not in listed)
@@ -59,6 +60,11 @@ def on_files(files: Any, config: Any) -> Any:
             files.remove(written)
         files.append(File.generated(config, uri, content=text))
     return files
+
+
+def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
+    """Compute the numbers of the findings from the stored results of studies."""
+    return render(markdown, read_results()) if page.file.src_uri == "findings.md" else markdown
 
 
 def on_post_build(config: Any) -> None:
