@@ -312,6 +312,45 @@ def test_an_interrupted_training_ends_with_the_same_numbers(here, monkeypatch):
     assert not changed_names(tensors(here / "whole" / "model"), tensors(here / "cut" / "model"))
 
 
+def test_a_training_killed_within_a_control_ends_with_the_same_numbers(here, monkeypatch):
+    base = saved("gpt2", here / "base")
+    config = settings(router="loss_free", experts=3, controls=True)  # two controls: dense, kept router
+    whole = moescope.train(config, base=base, out=here / "whole", quiet=True)
+
+    class Killed(BaseException):
+        pass
+
+    before = tuning.PartTrainer.training_step
+
+    def die(self, *arguments, **named):
+        if self.args.output_dir.endswith("kept") and self.state.global_step == 3:
+            raise Killed
+        return before(self, *arguments, **named)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(tuning.PartTrainer, "training_step", die)
+        with pytest.raises(Killed):
+            moescope.train(config, base=base, out=here / "cut", quiet=True)
+    trained = []
+
+    def note(self, *arguments, **named):
+        trained.append((self.args.output_dir.rpartition("/")[2], self.state.global_step))
+        return before(self, *arguments, **named)
+
+    monkeypatch.setattr(tuning.PartTrainer, "training_step", note)
+    cut = moescope.train(config, base=base, out=here / "cut", quiet=True)
+    assert trained == [("kept", 2), ("kept", 3)]  # nothing that was done is done again
+    assert not {"trainer", "control"} & {item.name for item in (here / "cut").iterdir()}
+    for name in ("steps", "evaluations", "base_losses", "load"):
+        drop = [
+            c for c in whole.table(name) if c in ("step_seconds", "tokens_per_second", "peak_memory_bytes")
+        ]
+        pd.testing.assert_frame_equal(
+            whole.table(name).drop(columns=drop), cut.table(name).drop(columns=drop)
+        )
+    assert not changed_names(tensors(here / "whole" / "model"), tensors(here / "cut" / "model"))
+
+
 def test_differences_are_paired_and_weighted_by_tokens():
     tokens = [10, 30] * 15
     frame = pd.DataFrame({"document": range(30), "domain": ["a", "b"] * 15, "tokens": tokens, "loss": 2.0})

@@ -432,7 +432,7 @@ def run_existing(job: ExistingJob, watching: dict[str, Any], overwrite: bool = F
         trainer = tuning.make_trainer(model, arguments, data.train, partly, monitor)
         monitor.facts = model_facts(job, traced, balanced, replaced) | {"routing_agreement": agreement}
         try:
-            trainer.train(resume_from_checkpoint=state)
+            trainer.train_from(state)
             if adapted is not None:
                 merge_adapters(adapted, job.folder / ADAPTER if ranks.first and replaced is None else None)
             if ranks.first:
@@ -448,7 +448,11 @@ def run_existing(job: ExistingJob, watching: dict[str, Any], overwrite: bool = F
                     {"step": train.steps, **checkpoint_identity(str((job.folder / MODEL).resolve()))}
                 ]
                 monitor.run.writer.info["finished"] = now()
-            return monitor.close()
+            run = monitor.close()
+            for part in (TRAINER, CONTROL) if ranks.first else ():  # AdamW's moments are twice the model
+                if (job.folder / part).exists():
+                    remove(job.folder / part)
+            return run
         except BadInput as error:
             monitor.stop(str(error))
             raise
@@ -682,7 +686,7 @@ def control_loss(job: ExistingJob, name: str, folder: Path) -> pd.DataFrame:
     rows = rows_of(job.corpus, vocabulary, job.config).train
     arguments = tuning.training_arguments(train, folder, job.device, job.ranks.world)
     trainer = tuning.make_trainer(model, arguments, rows, partly)
-    trainer.train(resume_from_checkpoint=tuning.last_state(folder, tuning.STATE)[0])
+    trainer.train_from(tuning.last_state(folder, tuning.STATE)[0])
     losses = held_out(model, job, vocabulary)
     tuning.release(trainer)
     return losses

@@ -16,7 +16,7 @@ import torch
 from safetensors.torch import load_model, save_model
 from torch import Tensor, nn
 from torch.utils.data import Dataset
-from transformers import PrinterCallback, Trainer, TrainingArguments
+from transformers import PrinterCallback, Trainer, TrainerState, TrainingArguments
 from transformers.integrations.moe import ExpertsInterface, grouped_mm_experts_forward
 from transformers.trainer_utils import get_last_checkpoint
 
@@ -205,6 +205,16 @@ class PartTrainer(Trainer):
             summed = self.model_accepts_loss_kwargs and num_items_in_batch is not None
             loss = loss + torch.stack(parts).sum() / (self.args.gradient_accumulation_steps if summed else 1)
         return (loss, outputs) if return_outputs else loss
+
+    def train_from(self, folder: str | None) -> None:
+        """Train, from a saved state if there is one: from the last one transformers would train a step more."""
+        state = TrainerState.load_from_json(str(Path(folder) / STATE)) if folder else None
+        if folder is None or state is None or state.global_step < self.args.max_steps:
+            self.train(resume_from_checkpoint=folder)
+            return
+        self.state = state
+        self._load_from_checkpoint(folder)
+        self.callback_handler.on_train_begin(self.args, state, self.control)
 
     # transformers saves experts one by one and, going on from such a file, leaves fused experts as they were
     def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
