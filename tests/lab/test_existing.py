@@ -454,10 +454,21 @@ def test_every_verb_works_on_an_upcycled_gpt2(router, here):
 
 
 @pytest.mark.slow
-def test_two_processes_train_the_model_of_one(here):
-    base = saved("mixtral", here / "base")
+@pytest.mark.parametrize(
+    ("family", "lines"),
+    [
+        ("mixtral", 'trained = "everything"'),
+        ("llama", "controls = true\nexperts = 3"),
+        ("gpt2", 'controls = true\nexperts = 3\nrouter = "loss_free"'),
+    ],
+)
+def test_two_processes_train_the_model_of_one(family, lines, here):
+    base = saved(family, here / "base")
+    stored = json.loads((base / "config.json").read_text())
+    stored |= {key: 0.0 for key in stored if key.endswith("_pdrop")}  # each process draws its own dropout
+    (base / "config.json").write_text(json.dumps(stored))
     (here / "config.toml").write_text(
-        '[base]\ntrained = "everything"\n[data]\nmax_bytes = 60000\n[train]\n'
+        f"[base]\n{lines}\n[data]\nmax_bytes = 60000\n[train]\n"
         + "".join(f"{key} = {value}\n" for key, value in TRAIN.items())
     )
     one = moescope.train("config.toml", base=base, out=here / "one", quiet=True)
@@ -481,3 +492,6 @@ def test_two_processes_train_the_model_of_one(here):
     assert two.info["processes"] == 2
     assert np.allclose(one.table("evaluations")["loss"], two.table("evaluations")["loss"], atol=2e-3)
     assert one.table("load")["tokens"].sum() == two.table("load")["tokens"].sum()
+    pd.testing.assert_frame_equal(
+        *(run.table("base_losses")[["model", "domain", "loss"]] for run in (one, two)), atol=2e-3, rtol=0
+    )

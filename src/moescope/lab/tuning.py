@@ -207,7 +207,7 @@ class PartTrainer(Trainer):
         return (loss, outputs) if return_outputs else loss
 
     def train_from(self, folder: str | None) -> None:
-        """Train, from a saved state if there is one: from the last one transformers would train a step more."""
+        """Train, from a saved state if there is one; from the last one transformers would train on."""
         state = TrainerState.load_from_json(str(Path(folder) / STATE)) if folder else None
         if folder is None or state is None or state.global_step < self.args.max_steps:
             self.train(resume_from_checkpoint=folder)
