@@ -134,7 +134,8 @@ def test_a_column_that_is_absent_is_null_never_zero():
 
 @pytest.mark.parametrize("absent", [np.nan, None, pd.NA])
 def test_a_value_that_is_absent_is_null_on_disk_and_back(tmp_path, absent):
-    frame = pd.concat([row(), row(k=2, mean=absent, n_pairs_above_0_3=absent)], ignore_index=True)
+    rows = [row(), row(k=2, mean=absent, n_pairs_above_0_3=absent)]
+    frame = pd.DataFrame([part.to_dict("records")[0] for part in rows])
     write_table(ORTHOGONALITY, frame, tmp_path / "orthogonality.parquet")
     arrow = pq.read_table(tmp_path / "orthogonality.parquet")
     assert arrow["mean"].to_pylist() == [0.5, None]
