@@ -35,7 +35,7 @@ STUDIES = Path(__file__).parent.parent / "studies"
 COLUMNS = ["study", "question", "arm", "seed", "status", "metric", "layer", "domain", "value", "chance"]
 TARGET_CV = 0.1
 UNSEEN = ("tinystories_ru",)  # domains that no study trains on
-WIDTH, ROW, LEFT = 640, 22, 190  # of the plot of differences, in pixels
+WIDTH, ROW, LEFT = 480, 22, 165  # of the plot of differences, in pixels
 
 
 def read_results(folder: Path = STUDIES) -> pd.DataFrame:
@@ -215,7 +215,7 @@ def forest_svg(rows: list[tuple[str, Estimate]], reference: str) -> str:
     height = ROW * (len(rows) + 2)
     style = "fill='currentColor' font-size='12' font-family='sans-serif'"
     parts = [
-        f"<svg viewBox='0 0 {WIDTH} {height}' role='img' width='100%'>",
+        f"<svg viewBox='0 0 {WIDTH} {height}' role='img' width='100%' style='max-width:560px'>",
         f"<line x1='{x(0):.1f}' x2='{x(0):.1f}' y1='0' y2='{height - ROW}' stroke='gray'/>",
     ]
     for place, (arm, one) in enumerate(rows):
@@ -227,8 +227,9 @@ def forest_svg(rows: list[tuple[str, Estimate]], reference: str) -> str:
             f"<line {ends_of} y1='{y:.1f}' y2='{y:.1f}' stroke='#0072B2' stroke-width='2'/>",
             f"<circle cx='{x(one.mean):.1f}' cy='{y:.1f}' r='4' fill='#0072B2'/>",
         ]
-    words = f"loss minus {reference}, nats per token: {low:.3g} to {high:.3g}; the line is 0"
-    parts.append(f"<text x='{LEFT}' y='{height - 6}' {style}>{html.escape(words)}</text>")
+    ends_in_words = f"{low:.3g} to {high:.3g}".replace("-", "−")
+    words = f"loss minus {reference} (nats per token), {ends_in_words}; line: 0"
+    parts.append(f"<text x='0' y='{height - 6}' {style}>{html.escape(words)}</text>")
     return "".join([*parts, "</svg>"])
 
 

@@ -7,10 +7,12 @@ import math
 from pathlib import Path
 
 import pytest
+from playwright.sync_api import expect
 
 from lab.study_runs import more_arms, router_arms, study_run
 from moescope.lab.report_study import overlay
 from moescope.reporting.page import page_content
+from moescope.reporting.verb import report
 from moescope.run import Run
 from moescope.verb import Section
 
@@ -169,3 +171,25 @@ def test_every_figure_is_drawn_with_its_numbers(run: Run):
     assert usage.slider.values[0] == "SPECTRA-Full"
     assert len(usage.data) == experts * len(usage.slider.values)
     assert sum(trace["y"][-1] for trace in usage.data[:experts]) == pytest.approx(1)
+
+
+# --- in a browser
+
+
+@pytest.mark.parametrize(("width", "scheme"), [(1400, "light"), (390, "dark")])
+def test_the_page_draws_all_its_figures_and_fits_its_width(browser, run: Run, tmp_path: Path, width, scheme):
+    from reporting.test_browser import scroll_through
+
+    path = report(run, out=tmp_path / "report.html")
+    troubles: list[str] = []
+    context = browser.new_context(viewport={"width": width, "height": 900}, color_scheme=scheme)
+    window = context.new_page()
+    window.on("console", lambda message: troubles.append(message.text))
+    window.on("pageerror", lambda error: troubles.append(str(error)))
+    window.goto(path.as_uri() + "#/results")
+    scroll_through(window)
+    expect(window.locator(".figure-slot:visible .plot.drawn")).to_have_count(5)
+    expect(window.locator(".section:visible h2").first).to_have_text("Hypotheses")
+    assert window.evaluate("document.documentElement.scrollWidth <= document.documentElement.clientWidth")
+    context.close()
+    assert troubles == []
