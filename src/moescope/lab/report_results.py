@@ -181,6 +181,7 @@ def significance_section(results: Results) -> Section:
     found = numbers.comparisons(results)
     closure = numbers.gap_closure(results.main, METHOD)
     dense = "SPECTRA vs. Dense (active size)"
+    gap = "no gap" if no_gap(results.main).startswith("No gap") else NOT_RUN
     rows = []
     for one in found:
         difference = one.difference
@@ -192,7 +193,7 @@ def significance_section(results: Results) -> Section:
                 p_text(one.p_adjusted) if difference else NOT_RUN,
                 one.stars,
                 one.hedges_g if difference else None,
-                cell(closure, 2, chance=False) if one.title == dense else "",
+                (cell(closure, 2, chance=False) if closure else gap) if one.title == dense else "",
                 difference.seeds if difference else None,
             ]
         )
@@ -225,13 +226,14 @@ def performance_section(tables: Tables) -> Section:
     runs = tables["study_runs"] if tables else pd.DataFrame(columns=["arm", "question"])
     runs = runs[runs["question"] == "main"] if (runs["question"] == "main").any() else runs
     arms = [(arm, arm) for arm in dict.fromkeys(runs["arm"])]
+    gap = "no gap" if no_gap(tables).startswith("No gap") else NOT_RUN
     rows = []
     for title, arm in arms:
         losses = numbers.domain_losses(tables, arm)
         overall = numbers.run_value(tables, arm, "validation_loss")
         closure = numbers.gap_closure(tables, arm)
         row = [title, arm_cell(tables, arm, overall, 4, chance=False), perplexity(overall)]
-        row.append(cell(closure, 2, chance=False) if closure else absent(tables, arm) or "no gap known")
+        row.append(cell(closure, 2, chance=False) if closure else absent(tables, arm) or gap)
         for domain in (*domains, *outside):
             found = numbers.over_seeds(losses[domain]) if domain in losses else None
             row += [arm_cell(tables, arm, found, 3, chance=False), perplexity(found)]
