@@ -65,19 +65,6 @@ def test_the_time_spent_waiting_is_taken():
     assert entered == [threading.current_thread()] * 3
 
 
-def test_blas_has_one_thread_within_and_as_many_as_before_after():
-    controls = thread_controls()
-    assert controls is not None, "scipy's wheel carries an OpenBLAS"
-    before = controls.get()
-    controls.set(2)
-    try:
-        with one_blas_thread():
-            assert controls.get() == 1
-        assert controls.get() == 2
-    finally:
-        controls.set(before)
-
-
 @pytest.mark.parametrize(("threads", "expected"), [(1, 1), (2, 2), (64, MAX_THREADS)])
 def test_as_many_experts_at_once_as_blas_has_threads_within_reason(threads, expected, monkeypatch):
     monkeypatch.setattr(parallel, "thread_controls", lambda: ThreadControls(lambda: threads, lambda _: None))
