@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import shutil
 import sys
 import tomllib
 from pathlib import Path
@@ -12,9 +13,11 @@ from types import ModuleType
 import pandas as pd
 import pytest
 
+from moescope.lab.study import VERB
 from moescope.lab.study_config import study_from
 from moescope.lab.tables import TABLES
-from moescope.run import write_table
+from moescope.run import RunWriter, write_table
+from moescope.tables import read_parquet
 
 STUDIES = Path(__file__).parents[2] / "studies"
 
@@ -87,3 +90,40 @@ def test_the_tuning_takes_the_lowest_mean_and_goes_on_where_an_edge_wins(tmp_pat
     arms = designs.main_study(best)["arms"]
     assert arms["spectra"]["model"]["router_options"] == {"epsilon": 0.02}
     assert arms["hash"]["train"] == {"learning_rate": 0.008, "final_learning_rate": 0.0008}
+
+
+STORED = sorted(file.parent.parent for file in STUDIES.glob("*/run/run.json"))
+
+
+@pytest.mark.parametrize("folder", STORED, ids=[folder.name for folder in STORED])
+def test_stored_results_follow_from_the_stored_tables_and_the_next_shard_continues_them(folder: Path):
+    stored = pd.read_parquet(folder / "results.parquet")
+    pd.testing.assert_frame_equal(run.results(folder.name, folder / "run"), stored, check_dtype=False)
+    info = json.loads((folder / "run" / "run.json").read_text())
+    plan = study_from(tomllib.loads((folder / "study.toml").read_text()))
+    assert json.loads(json.dumps(plan.as_dict())) == info["arguments"]
+    done = run.finished(folder / "run")
+    assert len(done) == sum(
+        shard["trainings"] for shard in json.loads((folder / "environment.json").read_text())["shards"]
+    )
+    losses = stored[(stored["metric"] == "validation_loss") & (stored["domain"] == "")]
+    assert set(zip(losses["arm"], losses["seed"], strict=True)) <= done
+
+
+def test_a_shard_continues_from_tables_alone(tmp_path: Path):
+    folder = next(folder for folder in STORED if (folder / "run" / "study_layers.parquet").exists())
+    copy = tmp_path / "run"
+    shutil.copytree(folder / "run", copy)
+    info = json.loads((copy / "run.json").read_text())
+    (copy / "run.json").write_text(json.dumps({**info, "status": "interrupted"}))
+    run.unpack(copy, tmp_path / "work", folder / "study.toml")
+    writer = RunWriter(tmp_path / "work", VERB, info)
+    assert len(writer.done_tasks()) == len(run.finished(copy))
+    for name in ("study_runs", "study_layers", "study_loads"):
+        table = TABLES[name]
+        before = read_parquet(str(copy / f"{name}.parquet"), table)
+        before = before[before["status"] != "not run"] if "status" in before else before
+        one, other = (
+            frame.sort_values(list(table.keys), ignore_index=True) for frame in (before, writer.joined(name))
+        )
+        pd.testing.assert_frame_equal(one, other, check_dtype=False)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import shutil
+import time
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -56,6 +57,7 @@ TASK_TABLES = (  # written by single trainings
     *("study_runs", "study_documents", "study_curves", "study_layers", "study_loads", "study_usage"),
     *("study_experts", "study_mixed", "study_spans"),
 )
+RARELY = 10  # tables are written again once so many times the seconds of writing them have passed
 TIMED_TOKENS, TIMED_TOKENS_ON_CPU = 16_384, 2_048  # at most, when the parts of a block are timed
 
 
@@ -297,7 +299,8 @@ def train_all(
     for task in tasks:
         if task.name in finished:  # it may be measured but not yet pruned
             prune(task.folder, plan.keep)
-    write_current_tables(writer, plan)
+    duration = write_current_tables(writer, plan)
+    written = time.perf_counter() - RARELY * duration
     if not left:
         return
     total = sum(task.config.train.steps for task in tasks)
@@ -308,15 +311,18 @@ def train_all(
         for task, result in workers.run(work, left, lambda task: advance(f"{task.arm} seed {task.seed}")):
             writer.flush_task(task.name, result.frames, {**task.keys, "status": result.status})
             prune(task.folder, plan.keep)
-            write_current_tables(writer, plan)
+            if time.perf_counter() - written > RARELY * duration:  # joining many trainings takes seconds
+                written, duration = time.perf_counter(), write_current_tables(writer, plan)
 
 
-def write_current_tables(writer: RunWriter, plan: Study) -> None:
-    """Write all tables as they are now: an unfinished study can be read and reported on."""
+def write_current_tables(writer: RunWriter, plan: Study) -> float:
+    """Write all tables as they are now, so that an unfinished study can be read; return the seconds taken."""
+    began = time.perf_counter()
     frames = current_tables(writer, plan)
     for name, frame in frames.items():
         write_table(TABLES[name], frame, writer.path / f"{name}.parquet")
     writer.save_info(warnings=warnings_of(plan, frames["study_runs"]))
+    return time.perf_counter() - began
 
 
 def current_tables(writer: RunWriter, plan: Study) -> dict[str, pd.DataFrame]:
