@@ -34,6 +34,10 @@ from moescope.lab.study_statistics import LEVEL, MIN_SEEDS, holm
 STUDIES = Path(__file__).parent.parent / "studies"
 COLUMNS = ["study", "question", "arm", "seed", "status", "metric", "layer", "domain", "value", "chance"]
 TARGET_CV = 0.1
+UNTUNED = (
+    "Routers are compared in the study `untuned` (default options, one learning rate for all): the tuned "
+    "comparison was not run."
+)
 UNSEEN = ("tinystories_ru",)  # domains that no study trains on
 WIDTH, ROW, LEFT = 480, 22, 165  # of the plot of differences, in pixels
 
@@ -235,6 +239,9 @@ def forest_svg(rows: list[tuple[str, Estimate]], reference: str) -> str:
 
 def render(template: str, results: pd.DataFrame) -> str:
     """Return the page; the first pass finds the tests, between the passes their p values are corrected."""
+    untuned = "main" not in set(results["study"]) and "untuned" in set(results["study"])
+    if untuned:
+        results = results.replace({"study": {"untuned": "main"}})
     findings = Findings(results)
     names = [
         *("mean", "chance", "difference", "ratio", "seeds", "p", "collapse", "below_target", "verdict"),
@@ -244,8 +251,10 @@ def render(template: str, results: pd.DataFrame) -> str:
     # the template is ours, and the page is Markdown: nothing to escape
     page = Environment(undefined=StrictUndefined, keep_trailing_newline=True, autoescape=False)
     compiled = page.from_string(template)
-    compiled.render(**calls, target_cv=f"{TARGET_CV:g}" if len(results) else "the target")
+    values = {"target_cv": f"{TARGET_CV:g}" if len(results) else "the target"}
+    values["routers_compared"] = UNTUNED if untuned else ""
+    compiled.render(**calls, **values)
     claims = list(findings.tests)
     corrected = holm(np.array([findings.tests[claim] for claim in claims])) if claims else []
     findings.adjusted = {claim: float(p) for claim, p in zip(claims, corrected, strict=True)}
-    return compiled.render(**calls, target_cv=f"{TARGET_CV:g}" if len(results) else "the target")
+    return compiled.render(**calls, **values)

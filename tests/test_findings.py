@@ -99,6 +99,18 @@ def test_a_clear_difference_is_confirmed_or_refuted_and_four_seeds_are_neither(f
     assert findings.render(line % "below", results(four)) == "not testable"
 
 
+def test_an_untuned_study_stands_in_for_the_tuned_one_and_the_page_says_so(findings: ModuleType):
+    losses = {"top2": [2.5, 2.4], "spectra": [2.2, 2.1]}
+    line = '{{ difference("main", "spectra", "top2", "validation_loss") }}{{ routers_compared }}'
+    untuned = results(losses, "untuned")
+    page = findings.render(line, untuned)
+    assert page.startswith("−0.3")
+    assert "`untuned`" in page
+    tuned = results({"top2": [2.5, 2.4], "spectra": [2.4, 2.3]})
+    assert findings.render(line, pd.concat([untuned, tuned])).startswith("−0.1")
+    assert "untuned" not in findings.render(line, pd.concat([untuned, tuned]))
+
+
 def test_the_gain_per_doubling_by_hand(findings: ModuleType):
     sizes = {"S": (1000, 0.01), "M": (2000, 0.03), "L": (4000, 0.05)}  # 0.02 per doubling
     losses = {f"top2 {size}": [2.5] * 2 for size in sizes}

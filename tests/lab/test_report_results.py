@@ -155,6 +155,7 @@ def test_studies_of_separate_runs_make_one_page(run: Run, tmp_path: Path):
     found = tables(main, ablation)
     assert all("not run" not in row for row in found["results_variants"]["rows"])
     assert all("not run" not in row for row in found["results_stability"]["rows"])
+    assert "routers main, ablations ablation" in text_of("results_hypotheses", main, ablation)
     verdicts = {row[0][:2]: row[1] for row in found["results_hypotheses"]["rows"]}
     assert list(verdicts) == [f"H{place}" for place in range(1, 8)]
     assert set(verdicts.values()) <= {"confirmed", "refuted", "not testable"}

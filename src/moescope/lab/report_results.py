@@ -22,6 +22,7 @@ from moescope.lab.results import (
     Estimate,
     Results,
 )
+from moescope.lab.study_statistics import UNTRAINED
 from moescope.plotting.style import capital, listed, number
 from moescope.reporting.pack import plain_table
 from moescope.verb import FigureSpec, Payload, Section, Tables
@@ -97,7 +98,7 @@ def absent(tables: Tables, arm: str) -> str:
     status = [] if runs is None else list(runs.loc[runs["arm"] == arm, "status"])
     if "failed" in status:
         return "failed"
-    return "not above the unigram baseline" if "done" in status else NOT_RUN
+    return UNTRAINED if "done" in status else NOT_RUN
 
 
 def arm_cell(tables: Tables, arm: str, found: Estimate | None, *format_: Any, **more: Any) -> str:
@@ -154,11 +155,24 @@ def hypotheses_section(results: Results) -> Section:
     text = (
         f"Of seven published hypotheses here: {listed(verdicts)}. Numbers are means over seeds with 95 % "
         "intervals; no effect: 0. H1 to H3, H6 and H7 are Holm-corrected together. Above 0 favours the "
-        "hypothesis, except for H4."
+        f"hypothesis, except for H4.{sources(results)}"
     )
     return section(
         "answers", "Hypotheses", text, plain_table("results_hypotheses", "6.10 Hypotheses", heads, rows)
     )
+
+
+def sources(results: Results) -> str:
+    """Say which study each part is from, where a page has several."""
+    parts = {
+        "routers": results.main,
+        "ablations": results.ablation,
+        "number of experts": results.experts,
+        "sizes": results.sizes,
+        "base models": results.bases,
+    }
+    named = [f"{part} {tables['study_name']['name'].iloc[0]}" for part, tables in parts.items() if tables]
+    return f" Studies: {', '.join(named)}." if named else ""
 
 
 def p_text(p: float) -> str:

@@ -136,15 +136,21 @@ def sections(run: Run, selection: Selection) -> list[Section]:
 
 def overlay(runs: list[Run]) -> list[Section]:
     """Return the page "Results", from all studies together."""
-    return results_sections([with_unseen(study_tables(run), run) for run in runs])
+    return results_sections([described(study_tables(run), run) for run in runs])
 
 
-def with_unseen(tables: Tables, run: Run) -> Tables:
-    """Add the names of domains that have validation text and no training text."""
+def described(tables: Tables, run: Run) -> Tables:
+    """Add the study's name, and those of domains that have validation text and no training text."""
+    folder = run.path.resolve()
+    name = folder.parent.name if folder.name == "run" else folder.name
     data = run.info.get("base", {}).get("data", {})
     trained = set(data.get("domains") or {})
-    names = [plot_words(name) for name in data.get("validation") or {} if name not in trained]
-    return {**tables, "unseen_domains": pd.DataFrame({"domain": names})} if names else tables
+    unseen = [plot_words(domain) for domain in data.get("validation") or {} if domain not in trained]
+    return {
+        **tables,
+        "study_name": pd.DataFrame({"name": [plot_words(name)]}),
+        "unseen_domains": pd.DataFrame({"domain": unseen}),
+    }
 
 
 def question_section(tables: Tables, question: str, first: bool) -> Section:
