@@ -127,7 +127,7 @@ def experts_inputs(model: LabModel) -> Iterator[dict[int, tuple[Tensor, Tensor |
 
     def store_inputs(module: nn.Module, args: tuple[Any, ...]) -> None:
         assert isinstance(module, MoE)
-        x_TD, _, _, carried_TR = args
+        x_TD, _, _, carried_TR, *_ = args
         inputs[module.layer] = x_TD.detach(), None if carried_TR is None else carried_TR.detach()
 
     hooks = [block.mlp.register_forward_pre_hook(store_inputs) for block in model.blocks]
