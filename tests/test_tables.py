@@ -60,11 +60,8 @@ def test_keys_and_values_equal_the_golden_copy(name):
 @pytest.mark.parametrize("name", GOLDEN)
 def test_layer_name_follows_layer_and_is_no_key(name):
     columns = list(TABLES[name].columns)
-    assert (
-        ("layer_name" in columns)
-        == ("layer" in columns)
-        == (name not in ("steps", "overhead", "token_text") and not name.startswith("study_"))
-    )
+    of_layers = "layer" in GOLDEN[name]["keys"] + GOLDEN[name]["values"]
+    assert ("layer_name" in columns) == ("layer" in columns) == of_layers
     assert "layer" not in columns or columns[columns.index("layer") + 1] == "layer_name"
     assert [column for column in columns if column != "layer_name"] == GOLDEN[name]["keys"] + GOLDEN[name][
         "values"
