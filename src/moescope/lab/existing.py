@@ -5,7 +5,6 @@ transformers' Trainer trains, with moescope's Monitor as its callback. A dense m
 
 from __future__ import annotations
 
-import json
 import math
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
@@ -21,6 +20,7 @@ from moescope.decoder.replacement import KEY, Replaced
 from moescope.decoder.saving import FACTS, LAB
 from moescope.errors import BadInput, unknown_name
 from moescope.execution.model_names import checkpoint_identity
+from moescope.lab.base_memory import BaseSize, base_size, check_memory, read_expert_list
 from moescope.lab.config import DataConfig, TrainConfig, check_data, read_toml
 from moescope.lab.corpus import Corpus, save_validation
 from moescope.lab.upcycling import is_dense, target_of, upcycle
@@ -40,7 +40,6 @@ if TYPE_CHECKING:
     import pandas as pd
     from numpy.typing import NDArray
 
-    from moescope.checkpoint import Checkpoint
     from moescope.decoder.ranks import Ranks
     from moescope.execution.models import TracedModel
     from moescope.lab.batches import TokenRows
@@ -187,56 +186,6 @@ class TokenizerVocabulary:
         self.tokenizer.save_pretrained(folder)
 
 
-def parameters_of(checkpoint: Checkpoint, base: BaseConfig) -> int:
-    """Return the parameters of the model to train, without those of new routers."""
-    count = sum(info.parameters for info in checkpoint.tensors.values())
-    if is_dense(checkpoint.config):
-        blocks = [info.parameters for name, info in checkpoint.tensors.items() if ".mlp." in name]
-        count += (base.experts - 1) * sum(blocks)
-    return count
-
-
-def check_memory(checkpoint: Checkpoint, base: BaseConfig, device: str) -> None:
-    """Reject a model that cannot fit the device in float32, before it is loaded."""
-    from moescope.lab.cost import memory_of
-
-    # weights; gradients and two moments of what is trained
-    needed = parameters_of(checkpoint, base) * (16 if base.trained == "everything" and not base.lora else 4)
-    if needed > memory_of(device):
-        raise BadInput(
-            f"this training needs at least {needed / 1e9:,.1f} GB of memory, {device} has "
-            f"{memory_of(device) / 1e9:,.1f}; train less of the model, or use a larger device"
-        )
-
-
-def read_expert_list(path: str, layers: dict[int, int]) -> dict[int, list[int]]:
-    """Return layer -> experts to train, of a JSON file with {"experts": {layer: [expert, ...]}}.
-
-    `layers` are the model's MoE layers with their numbers of experts.
-    """
-    try:
-        lists = json.loads(Path(path).read_text(encoding="utf-8"))["experts"]
-        chosen = {int(layer): [int(expert) for expert in experts] for layer, experts in lists.items()}
-    except OSError as error:
-        raise BadInput(f"cannot read {path}: {error.strerror or error}; give [base] expert_list") from None
-    except (ValueError, KeyError, TypeError, AttributeError):
-        raise BadInput(
-            f'{path}: not a list of experts; it must hold {{"experts": {{"0": [1, 2]}}}}, as moescope deploy '
-            "writes it"
-        ) from None
-    for layer, experts in chosen.items():
-        if layer not in layers:
-            raise BadInput(
-                f"{path}: layer {layer} has no experts in this model; its MoE layers: {list(layers)}"
-            )
-        for expert in experts:
-            if not 0 <= expert < layers[layer]:
-                raise BadInput(f"{path}: layer {layer} has {layers[layer]} experts, no expert {expert}")
-    if not any(chosen.values()):
-        raise BadInput(f"{path}: names no expert; give at least one")
-    return chosen
-
-
 # --- held-out loss
 
 
@@ -314,11 +263,24 @@ def settle_trained(name: str, config: ExistingConfig) -> ExistingConfig:
     return replace(config, base=replace(config.base, trained=trained))
 
 
-def check_base(name: str, config: ExistingConfig, device: str) -> None:
-    """Reject a base that cannot be trained, from its headers."""
+def check_base(name: str, config: ExistingConfig, device: str, processes: int = 1) -> tuple[BaseSize, str]:
+    """Return the size of the training and a line about its memory; raise where the base cannot be trained.
+
+    Only headers are read.
+    """
     checkpoint, base = open_checkpoint(name), config.base
+    if checkpoint.packed:
+        raise BadInput(
+            f"{checkpoint.shown}: tensor {next(iter(checkpoint.packed))} is quantised; train the unquantised "
+            "model"
+        )
     if is_dense(checkpoint.config):
         target_of(checkpoint, base.experts, base.top_k or 2, base.noise)
+        if base.expert_list:
+            raise BadInput(
+                f"[base] expert_list: {checkpoint.shown} is dense, so no list is of its experts; upcycle it "
+                "first, then train experts of the result"
+            )
         if not base.noise and base.trained == "routers":
             raise BadInput(
                 '[base] trained = "routers": all experts of this base are equal copies, so its routers have '
@@ -330,19 +292,21 @@ def check_base(name: str, config: ExistingConfig, device: str) -> None:
             )
     elif base.controls and base.router == KEPT:
         raise BadInput("[base] controls = true: the control is the kept router; name a new [base] router")
-    check_memory(checkpoint, base, device)
+    size = base_size(checkpoint, base)
+    return size, check_memory(size, device, processes)
 
 
 def existing_size(name: str, config: ExistingConfig, device: str) -> dict[str, Any]:
     """Return what --dry-run tells about such a training, from the base's headers."""
-    check_base(name, config, device)
+    size, memory = check_base(name, config, device)
     train = config.train
     tokens_per_step = train.batch_size * train.sequence_length
     return {
         "base": name,
         "router": config.base.router,
         "trained": config.base.trained,
-        "parameters_total": parameters_of(open_checkpoint(name), config.base),
+        "parameters_total": size.total,
+        "memory": memory,
         "steps": train.steps,
         "tokens_per_step": tokens_per_step,
         "tokens": train.steps * tokens_per_step,
@@ -624,6 +588,7 @@ def save_result(
     family_routers: list[Any],
 ) -> None:
     """Write the trained model: as an ordinary checkpoint of its family where that has the router."""
+    from moescope.execution.models import quiet_transformers
     from moescope.execution.replaced import save_replaced
 
     if (job.folder / MODEL).exists():
@@ -631,7 +596,7 @@ def save_result(
     config = model.config.get_text_config()
     if asked := getattr(config, "output_router_logits", False):
         config.output_router_logits = False  # it would cost every user of the model time
-    with whole_folder(job.folder / MODEL) as partial_folder:
+    with whole_folder(job.folder / MODEL) as partial_folder, quiet_transformers():
         if replaced is None:
             model.save_pretrained(partial_folder)
         else:

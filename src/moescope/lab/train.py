@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -182,7 +183,9 @@ def train_existing(given: dict[str, Any]) -> Run:
     with process_group(place) as ranks:
         if place == "cuda":
             place = f"cuda:{ranks.local}"
-        check_base(name, settled, place)
+        _, memory = check_base(name, settled, place, ranks.world)
+        if ranks.first and not quiet:
+            print(memory, file=sys.stderr, flush=True)
         tasks = load_tasks(given["tasks"]) if ranks.first and given["tasks"] is not None else None
         corpus = read_corpus(settled.data)
         identity = existing_identity(name, settled, corpus)
@@ -296,6 +299,7 @@ def size_lines(size: dict[str, Any]) -> list[str]:
         return [
             f"base {size['base']}, router {size['router']}; trained: {size['trained']}",
             f"parameters: {size['parameters_total']:,}, without those of a new router",
+            size["memory"],
             steps,
         ]
     return [
