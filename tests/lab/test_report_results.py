@@ -76,9 +76,13 @@ def test_answers_come_first_then_tables_in_the_papers_order(run: Run):
     ]
 
 
-def test_the_tab_is_there_for_studies_alone(run: Run):
-    names = [tab for tab in page_content([run])["data"].split('"name":"')[1:] if tab.startswith("results")]
-    assert names
+def test_a_study_has_the_tab_only_with_the_papers_method(run: Run, tmp_path: Path):
+    def has_tab(of: Run) -> bool:
+        names = page_content([of])["data"].split('"name":"')[1:]
+        return any(name.startswith("results") for name in names)
+
+    assert has_tab(run)
+    assert not has_tab(study_run(tmp_path / "other", arms=router_arms(["top2", "loss_free"])))
 
 
 def test_table_7_has_the_published_rows_and_chance_levels(run: Run):
@@ -131,7 +135,7 @@ def test_table_11_has_a_slope_per_doubling(run: Run):
 def test_what_was_not_run_says_why(run: Run, tmp_path: Path):
     assert "Not run: no study on this page trains routers of existing models" in text_of("results_bases", run)
     assert {cell for row in tables(run)["results_bases"]["rows"] for cell in row[1:]} == {"not run"}
-    bare = study_run(tmp_path / "bare", arms=router_arms(["top2", "loss_free"]))
+    bare = study_run(tmp_path / "bare", arms=router_arms(["spectra", "loss_free"]))
     for name in ("results_variants", "results_significance", "results_stability", "results_experts"):
         table = tables(bare)[name]
         assert "ot run" in text_of(name, bare)

@@ -21,6 +21,7 @@ from moescope.lab.results import (
     VARIANTS,
     Estimate,
     Results,
+    finished_arms,
 )
 from moescope.lab.study_statistics import UNTRAINED
 from moescope.plotting.style import capital, listed, number
@@ -46,7 +47,12 @@ Heads = list[tuple[str, str, str]]
 
 
 def results_sections(studies: list[Tables]) -> list[Section]:
-    """Return the sections of the page: the answers, then tables and figures in the paper's order."""
+    """Return the sections of the page: the answers, then tables and figures in the paper's order.
+
+    Studies without the paper's method have no such page.
+    """
+    if not any(METHOD in finished_arms(tables) for tables in studies):
+        return []
     results = Results.of(studies)
     return [
         hypotheses_section(results),
