@@ -309,10 +309,12 @@ def check_data(data: DataConfig, where: str) -> None:
         raise BadInput(
             f"{where}: [data] validation has no {missing[0]!r}; give one path for every name in domains"
         )
-    for name in [*data.domains, *data.validation]:
+    for key, name in [("domains", name) for name in data.domains] + [
+        ("validation", name) for name in data.validation
+    ]:
         if not name or name.startswith(".") or set(name) & set("/\\=\0"):  # it names a file of the run
             raise BadInput(
-                f"{where}: [data] {name!r} cannot be a domain's name; use letters, digits, - and _"
+                f"{where}: [data] {key}: {name!r} cannot be a domain's name; use letters, digits, - and _"
             )
 
 
