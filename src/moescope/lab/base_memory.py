@@ -33,10 +33,14 @@ class BaseSize:
         return TRAINED_BYTES * self.trained + FROZEN_BYTES * (self.total - self.trained)
 
     def line(self, device: str, available: int) -> str:
+        parts = {
+            f"trained at {TRAINED_BYTES}": self.trained,
+            f"frozen at {FROZEN_BYTES}": self.total - self.trained,
+        }
+        counts = ", ".join(f"{count:,} parameters {part} bytes" for part, count in parts.items() if count)
         return (
-            f"memory: at least {self.memory / 1e9:,.1f} GB without activations ({self.trained:,} trained "
-            f"parameters at {TRAINED_BYTES} bytes, {self.total - self.trained:,} frozen at {FROZEN_BYTES}); "
-            f"{device} has {available / 1e9:,.1f} GB"
+            f"memory: at least {self.memory / 1e9:,.3g} GB ({counts}; activations, new routers and adapters "
+            f"come on top); {device} has {available / 1e9:,.1f} GB"
         )
 
 
