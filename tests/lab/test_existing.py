@@ -7,6 +7,7 @@ import json
 import math
 import subprocess
 import sys
+from functools import cached_property
 
 import numpy as np
 import pandas as pd
@@ -19,6 +20,7 @@ import moescope
 from lab.existing_models import DENSE, SPARSE, ids, saved, tiny
 from moescope.errors import BadInput
 from moescope.execution.adapters import find_blocks
+from moescope.execution.capture import Capture
 from moescope.execution.models import load_model
 from moescope.lab import tuning
 from moescope.lab.existing import compared_losses, existing_config
@@ -191,7 +193,43 @@ def test_the_losses_of_a_new_router_reach_the_trainer_s_loss(micro, tmp_path):
     assert own.item() > 0.5  # two layers, each at least about 0.5
     assert loss.item() == pytest.approx(output.loss.item() + own.item() / micro, rel=1e-6)
     rows = [one.router.weight for one in model.routers_instead]
-    assert all(float(part.norm()) > 0 for part in torch.autograd.grad(own, rows))
+    together, alone, added = (
+        torch.autograd.grad(value, rows, retain_graph=True) for value in (loss, output.loss, own / micro)
+    )
+    for whole, model_part, router_part in zip(together, alone, added, strict=True):
+        assert torch.allclose(whole, model_part + router_part, atol=1e-7)
+        assert float(router_part.norm()) > 1e-5
+
+
+@pytest.mark.parametrize(("micro", "processes"), [(1, 1), (4, 1), (1, 2), (4, 2)])
+def test_the_family_s_balance_loss_counts_once_per_step(micro, processes, tmp_path, monkeypatch):
+    model = tiny("mixtral").train()
+    tuning.use_balance_loss(model, 0.5)
+    batch = {"input_ids": ids(), "labels": ids(), "attention_mask": torch.ones_like(ids())}
+    items = torch.tensor(micro * processes * 2 * 19)  # all micro-batches of all processes are alike
+    trainer = trainer_of(model, tmp_path, micro)
+    monkeypatch.setattr(type(trainer.accelerator), "num_processes", processes)
+    loss = trainer.compute_loss(model, batch, num_items_in_batch=items)
+    output = model(**batch)
+    rows = [block.weight_ED for block in find_blocks(model)]
+    # a step sums micro-batches and averages processes
+    step, wanted = (torch.autograd.grad(value, rows) for value in (micro * loss, output.loss))
+    for ours, theirs in zip(step, wanted, strict=True):
+        assert torch.allclose(ours, theirs, atol=1e-6)
+    aux = torch.autograd.grad(0.5 * model(**batch).aux_loss, rows)
+    assert min(float(part.norm()) for part in aux) > 1e-4
+
+
+def test_one_process_trains_on_one_gpu_where_there_are_more(tmp_path, monkeypatch):
+    class FourGpus(tuning.TrainingArguments):
+        @cached_property
+        def _setup_devices(self):
+            self._n_gpu = 4  # with more than one the Trainer splits every batch with nn.DataParallel
+            return torch.device("cpu")
+
+    monkeypatch.setattr(tuning, "TrainingArguments", FourGpus)
+    train = existing_config(settings(), None, None).train
+    assert tuning.training_arguments(train, tmp_path / "trainer", "cpu", 1).n_gpu == 1
 
 
 @pytest.mark.parametrize("router", ["loss_free", "spectra"])
@@ -223,6 +261,14 @@ def trained_names(base, result):
     ]
 
 
+def routed_experts(folder):
+    """The experts that the first layer chooses for some tokens."""
+    model, routing = load_model(folder, "auto", "cpu").model, []
+    with Capture(model, routing.append), torch.no_grad():
+        model(input_ids=ids(), attention_mask=torch.ones_like(ids()))
+    return routing[0].chosen_TK
+
+
 def write_text(folder):
     (folder / "text.txt").write_text("words and more words\n" * 40)
     return [str(folder / "text.txt")]
@@ -242,6 +288,34 @@ def test_the_control_of_a_new_router_is_the_kept_one_trained_alike(here):
     assert control.loc["", "difference"] < -1e-3
     apart = rows.loc["trained", "loss"] - control["loss"]
     pd.testing.assert_series_equal(control["trained_minus"], apart, check_names=False)
+
+
+def test_every_control_reads_the_batches_of_the_training(here, monkeypatch):
+    read, before = {}, tuning.PartTrainer.training_step
+
+    def note(self, model, inputs, *more, **named):
+        read.setdefault(self.args.output_dir, []).append(inputs["input_ids"].clone())
+        return before(self, model, inputs, *more, **named)
+
+    monkeypatch.setattr(tuning.PartTrainer, "training_step", note)
+    config = settings(router="loss_free", experts=3, controls=True)
+    moescope.train(config, base=saved("llama", here / "base"), out=here / "run", quiet=True)
+    training, dense, kept = read.values()
+    assert len(training) == 4
+    for control in (dense, kept):
+        assert len(control) == 4
+        assert all(torch.equal(one, other) for one, other in zip(training, control, strict=True))
+
+
+@pytest.mark.parametrize(("router", "low", "high"), [("loss_free", 0.98, 1.0), ("spectra", 0.2, 0.8)])
+def test_the_routing_agreement_is_between_the_old_router_and_the_new_one_at_step_0(router, low, high, here):
+    base = saved("mixtral", here / "base")
+    config = settings(learning_rate=0.3)
+    run = moescope.train(config, base=base, router=router, out=here / "run", quiet=True)
+    assert low < min(run.info["routing_agreement"].values()) <= max(run.info["routing_agreement"].values())
+    assert max(run.info["routing_agreement"].values()) <= high
+    old, new = (routed_experts(str(here / name)) for name in ("base", "run/model"))
+    assert float((old[..., None] == new[:, None]).any(-1).float().mean()) < 0.8  # training moved it far
 
 
 @pytest.mark.parametrize("family", DENSE)

@@ -197,13 +197,21 @@ class PartTrainer(Trainer):
     def compute_loss(
         self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
     ) -> Any:
-        """Add the routers' own losses; where the Trainer sums micro-batches, each adds its share of them."""
+        """Add the routers' own losses; where the Trainer sums micro-batches, each adds its share of them.
+
+        transformers adds a family's balance loss in full to every micro-batch, times the processes: here it
+        counts once per step too.
+        """
         loss, outputs = super().compute_loss(model, inputs, True, num_items_in_batch)
+        summed = self.model_accepts_loss_kwargs and num_items_in_batch is not None
+        share = 1 / self.args.gradient_accumulation_steps if summed else 1
         routers = getattr(self.model, "routers_instead", ())
         parts = [value for one in routers for value in one.losses.values()]
         if parts:
-            summed = self.model_accepts_loss_kwargs and num_items_in_batch is not None
-            loss = loss + torch.stack(parts).sum() / (self.args.gradient_accumulation_steps if summed else 1)
+            loss = loss + torch.stack(parts).sum() * share
+        times = self.accelerator.num_processes if summed and self.args.average_tokens_across_devices else 1
+        if times != share and (balance := getattr(outputs, "aux_loss", None)) is not None:
+            loss = loss - (times - share) * self.model.router_aux_loss_coef * balance
         return (loss, outputs) if return_outputs else loss
 
     def train_from(self, folder: str | None) -> None:
@@ -330,7 +338,7 @@ def training_arguments(train: TrainConfig, folder: Path, device: str, world: int
             f"make [train] batch_size / micro_batches a multiple of {world}"
         )
     every = min(train.evaluate_every, train.checkpoint_every, 10)
-    return TrainingArguments(
+    arguments = TrainingArguments(
         output_dir=str(folder),
         max_steps=train.steps,
         per_device_train_batch_size=size,
@@ -352,6 +360,9 @@ def training_arguments(train: TrainConfig, folder: Path, device: str, world: int
         disable_tqdm=True,
         dataloader_pin_memory=False,
     )
+    if arguments.n_gpu > 1:  # of this process: nn.DataParallel would split batches; torchrun uses them all
+        arguments._n_gpu = 1
+    return arguments
 
 
 def last_state(folder: Path, marker: str = SETTLED) -> tuple[str | None, int]:
