@@ -126,6 +126,19 @@ def test_the_masked_update_is_adamw_on_the_chosen_experts_alone():
     assert not torch.allclose(whole[rows], before[rows], atol=1e-3)
 
 
+def test_a_list_of_all_experts_is_trained_as_by_adamw_without_a_mask(here, monkeypatch):
+    base = saved("mixtral", here / "base")
+    (here / "list.json").write_text(json.dumps({"experts": {"0": [0, 1, 2, 3], "1": [0, 1, 2, 3]}}))
+    config = settings(trained="experts", expert_list="list.json", learning_rate=0.03, weight_decay=1.0)
+    moescope.train(config, base=base, out=here / "masked", quiet=True)
+    monkeypatch.setattr(tuning, "mask_updates", lambda *_: None)
+    moescope.train(config, base=base, out=here / "plain", quiet=True)
+    masked, plain = (tensors(here / name / "model") for name in ("masked", "plain"))
+    assert changed_names(tensors(base), plain)
+    for name, wanted in plain.items():
+        assert torch.allclose(masked[name], wanted, atol=1e-6), name
+
+
 def test_the_balance_loss_reaches_the_routers_through_the_model_s_loss():
     gradients = {}
     for weight in (0.0, 0.5):
@@ -360,9 +373,14 @@ def test_a_dense_base_has_no_old_router_and_both_held_out_losses_name_their_text
     assert "10 rows of 32 tokens" in of_rows
 
 
-def test_an_interrupted_training_ends_with_the_same_numbers(here, monkeypatch):
+@pytest.mark.parametrize(
+    "changes",
+    [{"trained": "everything", "router": "loss_free"}, {"trained": "experts", "expert_list": "list.json"}],
+)
+def test_an_interrupted_training_ends_with_the_same_numbers(changes, here, monkeypatch):
     base = saved("mixtral", here / "base")
-    config = settings(trained="everything", router="loss_free")
+    (here / "list.json").write_text(json.dumps({"experts": {"0": [1], "1": [0, 2]}}))
+    config = settings(**changes, steps=5)
     whole = moescope.train(config, base=base, out=here / "whole", quiet=True)
 
     class Killed(BaseException):
@@ -380,7 +398,15 @@ def test_an_interrupted_training_ends_with_the_same_numbers(here, monkeypatch):
         moescope.train(config, base=base, out=here / "cut", quiet=True)
     monkeypatch.undo()
     monkeypatch.chdir(here)
+    resumed, train = [], tuning.PartTrainer.train_from
+
+    def note(self, folder):
+        resumed.append(folder)
+        train(self, folder)
+
+    monkeypatch.setattr(tuning.PartTrainer, "train_from", note)
     cut = moescope.train(config, base=base, out=here / "cut", quiet=True)
+    assert [str(folder).rpartition("-")[2] for folder in resumed] == ["2"]
     for name in ("evaluations", "base_losses", "load"):
         pd.testing.assert_frame_equal(whole.table(name), cut.table(name))
     assert not changed_names(tensors(here / "whole" / "model"), tensors(here / "cut" / "model"))

@@ -133,7 +133,7 @@ def mask_updates(optimiser: torch.optim.Optimizer, partly: list[ChosenRows]) -> 
     move the others. Fused tensors get a group without decay, and their chosen experts decay before each step.
     """
     by_id = {id(part.weight): part for part in partly}
-    groups: list[tuple[dict[str, Any], float, list[ChosenRows]]] = []
+    decays: dict[int, float] = {}
     for group in list(optimiser.param_groups):
         fused = [weight for weight in group["params"] if id(weight) in by_id]
         if not fused:
@@ -141,13 +141,13 @@ def mask_updates(optimiser: torch.optim.Optimizer, partly: list[ChosenRows]) -> 
         group["params"] = [weight for weight in group["params"] if id(weight) not in by_id]
         rest = {name: value for name, value in group.items() if name != "params"}
         optimiser.add_param_group({**rest, "params": fused, "weight_decay": 0.0})
-        groups.append((optimiser.param_groups[-1], group["weight_decay"], [by_id[id(one)] for one in fused]))
+        decays |= {id(weight): group["weight_decay"] for weight in fused}
 
     @torch.no_grad()
-    def decay(*_: Any) -> None:
-        for group, weight_decay, parts in groups:
-            for part in parts:
-                factor = 1 - group["lr"] * weight_decay
+    def decay(stepping: torch.optim.Optimizer, *_: Any) -> None:
+        for group in stepping.param_groups:  # looked up anew: loading a state replaces all groups
+            for part in (by_id[id(weight)] for weight in group["params"] if id(weight) in by_id):
+                factor = 1 - group["lr"] * decays[id(part.weight)]
                 part.weight.mul_(torch.where(part.rows.view(part.shape), factor, 1.0).to(part.weight.dtype))
 
     optimiser.register_step_pre_hook(decay)
