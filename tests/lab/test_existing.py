@@ -18,12 +18,14 @@ from transformers import AutoModelForCausalLM
 
 import moescope
 from lab.existing_models import DENSE, SPARSE, ids, saved, tiny
+from moescope.decoder.config import ModelConfig
 from moescope.errors import BadInput
 from moescope.execution.adapters import find_blocks
 from moescope.execution.capture import Capture
 from moescope.execution.models import load_model
+from moescope.execution.replaced import replace_routers
 from moescope.lab import tuning
-from moescope.lab.existing import compared_losses, existing_config
+from moescope.lab.existing import chosen_by_layer, compared_losses, existing_config
 from moescope.lab.figures_training import base_losses
 from moescope.lab.train import size_lines
 
@@ -193,9 +195,6 @@ def trainer_of(model, tmp_path, micro):
 
 @pytest.mark.parametrize("micro", [1, 4])
 def test_the_losses_of_a_new_router_reach_the_trainer_s_loss(micro, tmp_path):
-    from moescope.decoder.config import ModelConfig
-    from moescope.execution.replaced import replace_routers
-
     model = tiny("mixtral")
     replace_routers(model, ModelConfig(router="topk", top_k=0, router_options={"balance": 0.5, "z": 0.0}))
     model.train()
@@ -329,6 +328,21 @@ def test_the_routing_agreement_is_between_the_old_router_and_the_new_one_at_step
     assert max(run.info["routing_agreement"].values()) <= high
     old, new = (routed_experts(str(here / name)) for name in ("base", "run/model"))
     assert float((old[..., None] == new[:, None]).any(-1).float().mean()) < 0.8  # training moved it far
+
+
+@pytest.mark.parametrize("router", ["kept", "loss_free"])
+def test_padding_has_no_part_in_the_routing_agreement(router):
+    model = tiny("mixtral")
+    if router != "kept":
+        replace_routers(model, ModelConfig(router=router, top_k=0))
+    real = torch.ones(2, 20, dtype=torch.bool)
+    real[1, 12:] = False
+    padded = torch.where(real, ids(), 257)
+    together = chosen_by_layer(model, padded, real)
+    alone = chosen_by_layer(model, ids()[1:, :12], real[1:, :12])
+    for layer, chosen in alone.items():
+        assert len(together[layer]) == 32
+        assert torch.equal(together[layer][20:].sort(-1).values, chosen.sort(-1).values)
 
 
 @pytest.mark.parametrize("family", DENSE)
@@ -477,6 +491,8 @@ def test_differences_are_paired_and_weighted_by_tokens():
         ({"balance": -1.0}, "balance must be 0 or more"),
         ({"steps": 0}, "give steps, above 0"),
         ({"controls": True, "trained": "routers+experts"}, "name a new"),
+        ({"experts": 3}, "has experts already"),
+        ({"noise": 0.1}, "has experts already"),
         ({"top_k": 3}, "top_k is of a new router"),
         ({"router": "hash"}, "no weights to train"),
     ],

@@ -290,6 +290,11 @@ def check_base(name: str, config: ExistingConfig, device: str, processes: int = 
             raise BadInput(
                 '[base] controls = true: a dense base has no routers; set trained = "routers+experts"'
             )
+    elif base.noise or base.experts != BaseConfig.experts:
+        raise BadInput(
+            f"[base] experts = {base.experts}, noise = {base.noise}: {checkpoint.shown} has experts already, "
+            "and these are of a dense base; remove them"
+        )
     elif base.controls and base.router == KEPT:
         raise BadInput("[base] controls = true: the control is the kept router; name a new [base] router")
     size = base_size(checkpoint, base)
@@ -496,12 +501,13 @@ def put_router(
     family_routers = [
         block.module.gate for block in find_blocks(traced.model) if hasattr(block.module, "gate")
     ]
-    sample = torch.from_numpy(rows.batch(np.arange(min(rows.rows, 16))).ids_BL).to(job.device)
-    before = {} if dense else chosen_by_layer(traced.model, sample)
+    batch = rows.batch(np.arange(min(rows.rows, 16)))
+    sample = [torch.from_numpy(part).to(job.device) for part in (batch.ids_BL, batch.mask_BL)]
+    before = {} if dense else chosen_by_layer(traced.model, *sample)
     config = ModelConfig(router=base.router, top_k=base.top_k, router_options=base.router_options)
     replaced = replace_routers(traced.model, config)
     share_ranks(traced.model, job.ranks)
-    shares = None if dense else agreement(before, chosen_by_layer(traced.model, sample))
+    shares = None if dense else agreement(before, chosen_by_layer(traced.model, *sample))
     return family_routers, replaced, shares
 
 
@@ -511,8 +517,8 @@ def share_ranks(model: Any, ranks: Ranks) -> None:
         one.router.ranks = ranks
 
 
-def chosen_by_layer(model: Any, ids_BL: Any) -> dict[int, Any]:
-    """Return layer -> chosen experts of every token, -1 in empty slots."""
+def chosen_by_layer(model: Any, ids_BL: Any, real_BL: Any) -> dict[int, Any]:
+    """Return layer -> chosen experts of every real token, -1 in empty slots."""
     import torch
 
     from moescope.execution.capture import Capture
@@ -520,11 +526,11 @@ def chosen_by_layer(model: Any, ids_BL: Any) -> dict[int, Any]:
     chosen: dict[int, Any] = {}
 
     def consume(routing: Any) -> None:
-        chosen[routing.layer] = routing.chosen_TK.cpu()
+        chosen[routing.layer] = routing.chosen_TK[real_BL.reshape(-1)].cpu()
 
     model.eval()
     with Capture(model, consume), torch.no_grad():
-        model(input_ids=ids_BL, attention_mask=torch.ones_like(ids_BL), use_cache=False)
+        model(input_ids=ids_BL, attention_mask=real_BL.long(), use_cache=False)
     return chosen
 
 
