@@ -569,16 +569,23 @@ def test_every_verb_works_on_an_upcycled_gpt2(router, here):
     assert again.info["warnings"] == []
 
 
+TORCHRUN = ["torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+# --multi_gpu is accelerate's flag for several processes, here on the CPU; port 0: any that is free
+ACCELERATE = ["accelerate.commands.launch", "--multi_gpu", "--num_processes=2", "--num_machines=1"]
+ACCELERATE += ["--mixed_precision=no", "--dynamo_backend=no", "--main_process_port=0"]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("family", "lines"),
+    ("launch", "family", "lines"),
     [
-        ("mixtral", 'trained = "everything"'),
-        ("llama", "controls = true\nexperts = 3"),
-        ("gpt2", 'controls = true\nexperts = 3\nrouter = "loss_free"'),
+        (ACCELERATE, "mixtral", 'trained = "everything"'),
+        (TORCHRUN, "llama", "controls = true\nexperts = 3"),
+        (TORCHRUN, "gpt2", 'controls = true\nexperts = 3\nrouter = "loss_free"'),
     ],
+    ids=["accelerate-mixtral", "torchrun-llama", "torchrun-gpt2"],
 )
-def test_two_processes_train_the_model_of_one(family, lines, here):
+def test_two_processes_train_the_model_of_one(launch, family, lines, here):
     base = saved(family, here / "base")
     stored = json.loads((base / "config.json").read_text())
     stored |= {key: 0.0 for key in stored if key.endswith("_pdrop")}  # each process draws its own dropout
@@ -588,8 +595,9 @@ def test_two_processes_train_the_model_of_one(family, lines, here):
         + "".join(f"{key} = {value}\n" for key, value in TRAIN.items())
     )
     one = moescope.train("config.toml", base=base, out=here / "one", quiet=True)
-    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     command = [
+        sys.executable,
+        "-m",
         *launch,
         "-m",
         "moescope",
