@@ -14,6 +14,7 @@ from transformers import AutoModelForCausalLM
 
 from lab.existing_models import SPARSE, ids, tiny
 from moescope.checkpoint import open_checkpoint
+from moescope.comparison.verb import compare
 from moescope.decoder.config import ModelConfig
 from moescope.decoder.routers import ROUTERS
 from moescope.errors import BadInput
@@ -143,6 +144,16 @@ def test_the_copy_of_the_source_is_never_run_by_moescope(tmp_path):
     save_replaced(model, replaced, own, tmp_path / "model")
     (tmp_path / "model" / "modeling_moescope.py").write_text("raise SystemExit('it ran')")
     load_model(str(tmp_path / "model"), "auto", "cpu", trust_remote_code=True)
+
+
+def test_a_comparison_does_not_call_a_replaced_router_unchanged(tmp_path):
+    tiny("mixtral").save_pretrained(tmp_path / "base")
+    model, replaced, own = replaced_model("mixtral", "hash")
+    save_replaced(model, replaced, own, tmp_path / "model")
+    run = compare(tmp_path / "base", tmp_path / "model", out=tmp_path / "run", quiet=True)
+    (finding,) = run.verb.summary(run).findings
+    assert "Nothing" not in finding
+    assert "0 for all 8 experts" in finding
 
 
 WITHOUT = """

@@ -365,6 +365,15 @@ def test_a_dense_model_is_upcycled_trained_and_compared_with_the_dense_control(f
     assert run.info["model"]["top_k"] == 2
 
 
+def test_a_warmup_longer_than_the_training_is_a_warning(here):
+    base, config = saved("mixtral", here / "base"), settings(warmup=9)
+    facts = moescope.count_parameters(config, base=base)
+    run = moescope.train(config, base=base, out=here / "run", quiet=True)
+    (warning,) = run.info["warnings"]
+    assert "warmup 9 exceeds steps 4" in warning
+    assert any(warning in line for line in size_lines(facts))
+
+
 def test_routers_over_equal_copies_are_rejected(here):
     base = saved("llama", here / "base")
     with pytest.raises(BadInput, match="nothing to learn"):

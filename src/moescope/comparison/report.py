@@ -141,7 +141,8 @@ def equality_finding(geometry: pd.DataFrame) -> Finding:
     routers = int((unmatched({"geometry": geometry})["matrix"] == "router").sum())
     rows = f" and {counted(routers, 'router row')}" if routers else ""
     experts = counted(len(expert_changes(geometry)), "expert")
-    text = f"Nothing changed: relative L2 is 0 for all {experts}{rows} that were compared."
+    what = "Nothing changed" if routers else "No expert changed (routers were not compared)"
+    text = f"{what}: relative L2 is 0 for all {experts}{rows} that were compared."
     return Finding(text, tab="overview", colour="change")
 
 

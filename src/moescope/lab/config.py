@@ -408,3 +408,13 @@ def resumed_config(folder: Path | None, others: bool) -> tuple[Path, LabConfig, 
     arguments = dict(info["arguments"])
     origin = arguments.pop("from", None)
     return folder, config_from(arguments, where=str(folder / "run.json")), origin
+
+
+def settings_warnings(train: TrainConfig) -> list[str]:
+    """Return what in the settings is allowed, but hardly meant."""
+    if train.warmup <= train.steps:
+        return []
+    return [
+        f"[train] warmup {train.warmup:,} exceeds steps {train.steps:,}: the learning rate ends at "
+        f"{train.steps / train.warmup:.0%} of {train.learning_rate:g}; lower warmup"
+    ]

@@ -21,7 +21,7 @@ from moescope.decoder.saving import FACTS, LAB
 from moescope.errors import BadInput, unknown_name
 from moescope.execution.model_names import checkpoint_identity
 from moescope.lab.base_memory import BaseSize, base_size, check_memory, read_expert_list
-from moescope.lab.config import DataConfig, TrainConfig, check_data, read_toml
+from moescope.lab.config import DataConfig, TrainConfig, check_data, read_toml, settings_warnings
 from moescope.lab.corpus import Corpus, save_validation
 from moescope.lab.upcycling import is_dense, target_of, upcycle
 from moescope.progress import progress
@@ -312,6 +312,7 @@ def existing_size(name: str, config: ExistingConfig, device: str) -> dict[str, A
         "trained": config.base.trained,
         "parameters_total": size.total,
         "memory": memory,
+        "warnings": settings_warnings(train),
         "steps": train.steps,
         "tokens_per_step": tokens_per_step,
         "tokens": train.steps * tokens_per_step,
@@ -417,6 +418,8 @@ def run_existing(job: ExistingJob, watching: dict[str, Any], overwrite: bool = F
                     {"step": train.steps, **checkpoint_identity(str((job.folder / MODEL).resolve()))}
                 ]
                 monitor.run.writer.info["finished"] = now()
+                warnings = [*monitor.run.writer.info.get("warnings", []), *settings_warnings(train)]
+                monitor.run.writer.info["warnings"] = warnings
             run = monitor.close()
             for part in (TRAINER, CONTROL) if ranks.first else ():  # AdamW's moments are twice the model
                 if (job.folder / part).exists():

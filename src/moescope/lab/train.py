@@ -14,7 +14,15 @@ from typing import TYPE_CHECKING, Any
 from moescope.arguments import choose_device
 from moescope.errors import BadInput
 from moescope.execution.model_names import checkpoint_identity
-from moescope.lab.config import LabConfig, TrainConfig, epochs_to_steps, largest_key, resumed_config, settle
+from moescope.lab.config import (
+    LabConfig,
+    TrainConfig,
+    epochs_to_steps,
+    largest_key,
+    resumed_config,
+    settings_warnings,
+    settle,
+)
 from moescope.lab.corpus import (
     Corpus,
     check_texts,
@@ -284,7 +292,7 @@ def training_size(config: LabConfig) -> dict[str, Any]:
         "parameters_trainable": counts.trainable,
         "layout": layout_of(config.model),
         "frozen": describe_frozen(config),
-        "warnings": settings_warnings(config),
+        "warnings": settings_warnings(config.train),
         "steps": train.steps,
         "tokens_per_step": tokens_per_step,
         "tokens": train.steps * tokens_per_step,
@@ -301,6 +309,7 @@ def size_lines(size: dict[str, Any]) -> list[str]:
             f"parameters: {size['parameters_total']:,}, without those of a new router",
             size["memory"],
             steps,
+            *(f"warning: {warning}" for warning in size["warnings"]),
         ]
     return [
         f"router {size['router']}, saved in the layout {size['layout']}",
@@ -324,16 +333,6 @@ def describe_frozen(config: LabConfig) -> str | None:
             "or use a preset of block some"
         )
     return None
-
-
-def settings_warnings(config: LabConfig) -> list[str]:
-    train = config.train
-    if train.warmup <= train.steps:
-        return []
-    return [
-        f"[train] warmup {train.warmup:,} exceeds steps {train.steps:,}: the learning rate ends at "
-        f"{train.steps / train.warmup:.0%} of {train.learning_rate:g}; lower warmup"
-    ]
 
 
 def check_ranks(config: LabConfig, ranks: Ranks) -> None:
@@ -413,7 +412,7 @@ def run_training(job: Job, overwrite: bool = False, resume: bool = False) -> Run
         if monitor.run is not None:
             warnings = [
                 *monitor.run.writer.info.get("warnings", []),
-                *settings_warnings(config),
+                *settings_warnings(config.train),
                 *text_warnings(config, corpus, job.vocabulary),
             ]
             checkpoints = saved_checkpoints(states)
