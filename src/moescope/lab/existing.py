@@ -6,6 +6,7 @@ transformers' Trainer trains, with moescope's Monitor as its callback. A dense m
 from __future__ import annotations
 
 import math
+import sys
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from importlib.util import find_spec
@@ -247,6 +248,7 @@ class ExistingJob:
     device: str
     ranks: Ranks
     quiet: bool
+    memory: str  # line about the memory that it needs
 
 
 def existing_identity(name: str, config: ExistingConfig, corpus: Corpus) -> dict[str, Any]:
@@ -376,6 +378,8 @@ def run_existing(job: ExistingJob, watching: dict[str, Any], overwrite: bool = F
         check_folder(job.folder, job.identity, overwrite)
         if overwrite:
             clear_existing(job.folder)
+        if not job.quiet:
+            print(job.memory, file=sys.stderr, flush=True)
     ranks.wait()
     dense = is_dense(open_checkpoint(job.name).config)
     losses = {UNTOUCHED: dense_losses(job)} if dense and ranks.first else {}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import sys
 import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -192,14 +191,12 @@ def train_existing(given: dict[str, Any]) -> Run:
         if place == "cuda":
             place = f"cuda:{ranks.local}"
         _, memory = check_base(name, settled, place, ranks.world)
-        if ranks.first and not quiet:
-            print(memory, file=sys.stderr, flush=True)
         tasks = load_tasks(given["tasks"]) if ranks.first and given["tasks"] is not None else None
         corpus = read_corpus(settled.data)
         identity = existing_identity(name, settled, corpus)
         folder = Path(out) if out is not None else default_folder("train", Path(name).name, identity)
         folder = Path(ranks.broadcast_object(folder))
-        job = ExistingJob(folder, name, settled, corpus, identity, place, ranks, quiet)
+        job = ExistingJob(folder, name, settled, corpus, identity, place, ranks, quiet, memory)
         watching = {"verb": VERB, "identity": identity, "command": VERB.command(given)}
         with lock_training(folder) if ranks.first else nullcontext(), unsaid_alerts(quiet):
             run = None if given["overwrite"] else finished_run(folder, identity)
