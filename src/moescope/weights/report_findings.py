@@ -296,8 +296,8 @@ def common_vector_findings(view: View) -> list[str]:
         return []
     found, chance = (span(pd.Series(values)) for values in zip(*large.values(), strict=True))
     text = (
-        f"Router rows have a vector in common in {named_layers(list(large))}: {found} of a row's squared "
-        f"norm (random rows: {chance}). A softmax ignores it; scan with --router raw,centered to remove it."
+        f"Router rows share a vector in {named_layers(list(large))}: {found} of a row's squared norm (random "
+        f"rows: {chance}). Softmax ignores it; --router raw,centered removes it."
     )
     return [Finding(text, figure="accuracy_by_k", layer=next(iter(large)))]
 
