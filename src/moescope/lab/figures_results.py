@@ -55,10 +55,10 @@ def expert_maps(tables: Tables) -> Figure:
     layout = base_layout(
         "first axis",
         "second axis",
-        xaxis={**both, "domain": [0, 0.46]},
+        xaxis={**both, "domain": [0, 0.44]},
         yaxis=both,
-        xaxis2={**both, "domain": [0.54, 1], "title": {"text": "first axis"}, "anchor": "y2"},
-        yaxis2={**both, "anchor": "x2"},
+        xaxis2={**both, "domain": [0.56, 1], "title": {"text": "first axis"}, "anchor": "y2"},
+        yaxis2={**both, "anchor": "x2", "title": {"text": "second axis"}},
         legend={"traceorder": "normal"},
     )
     shown = rows.loc[rows["arm"].isin([BASELINE, METHOD]), "variance_share"].mean()
