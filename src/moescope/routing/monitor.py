@@ -35,6 +35,9 @@ if TYPE_CHECKING:
 
 Scan = Callable[[nn.Module, int], dict[str, "pd.DataFrame"]]
 logger = logging.getLogger("moescope")
+FSDP_GRADIENTS = (
+    "2.12"  # of torch: before, a backward pass through FSDP besides the training's own ends the process
+)
 
 
 class LoopMonitor:
@@ -154,14 +157,17 @@ class LoopMonitor:
 
     def check_sharded(self) -> None:
         """Turn off, or reject, what needs a whole weight where FSDP2 leaves each rank a part of it."""
-        if not any(is_sharded(weight) for block in self.blocks for weight in block.router.parameters()):
+        routers = any(is_sharded(weight) for block in self.blocks for weight in block.router.parameters())
+        crashes = torch.__version__ < FSDP_GRADIENTS and any(map(is_sharded, self.model.parameters()))
+        if not routers and not crashes:
             return
-        if self.scan_every:
+        if self.scan_every and routers:
             raise BadInput(
                 f"scan_every {self.scan_every}: the weights are sharded; scan the checkpoints that you save"
             )
         if self.gradients_every and is_first_rank():
-            logger.warning("moescope: router gradients cannot be measured here: the weights are sharded")
+            why = "the weights are sharded" if routers else f"FSDP with torch before {FSDP_GRADIENTS} crashes"
+            logger.warning("moescope: router gradients cannot be measured here: %s", why)
         self.gradients_every = 0
 
     def window(self) -> Window:
