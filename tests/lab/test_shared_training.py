@@ -93,7 +93,7 @@ def test_the_tables_of_two_processes_are_those_of_one(name: str, together: Path,
     )
     assert two.table("load")["tokens"].tolist() == one.table("load")["tokens"].tolist()
     if WHOLE[name].parallel == "fsdp" and torch.__version__ < FSDP_GRADIENTS:
-        assert "router_gradients" not in two.tables  # torch would crash
+        assert two.table("router_gradients").empty  # torch would crash
         return
     gradients = [
         run.table("router_gradients").set_index(["step", "layer"])["lm_gradient_norm"] for run in (one, two)
