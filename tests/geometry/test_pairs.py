@@ -201,7 +201,7 @@ def test_the_interval_is_that_of_a_bootstrap_over_units():
     values = np.random.default_rng(1).gamma(2, size=40)
     found = bootstrap(values, np.arange(40))
     oracle = scipy_bootstrap(
-        (values,), np.mean, method="percentile", n_resamples=9999, rng=0
+        (values,), np.mean, method="percentile", n_resamples=9999, random_state=0
     ).confidence_interval
     assert found["mean"] == pytest.approx(values.mean())
     assert found["sd"] == pytest.approx(np.std(values, ddof=1))
