@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
+import math
 from itertools import pairwise
 
 import pandas as pd
 import pytest
 
-from moescope.plotting.style import SEQUENTIAL, base_layout, layer_colorbar, layer_colors, lines_or_map
+from moescope.plotting.style import (
+    SEQUENTIAL,
+    base_layout,
+    byte_size,
+    layer_colorbar,
+    layer_colors,
+    lines_or_map,
+)
 from moescope.routing.figures_load import usage_by_rank
 from moescope.verb import Figure
 from moescope.weights.figures_alignment import align_against_delta
@@ -93,3 +101,8 @@ def test_a_ceiling_does_not_stretch_the_scale_of_a_map():
     (trace,) = lines_or_map(figure).data
     assert (trace["zmin"], trace["zmax"]) == (-0.4, 0.4)
     assert trace["z"].max() == 11
+
+
+@pytest.mark.parametrize("count", [math.inf, -math.inf, math.nan])
+def test_a_size_that_is_no_number_is_undefined(count: float):
+    assert byte_size(count) == "undefined"

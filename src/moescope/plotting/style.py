@@ -410,7 +410,9 @@ def chance_words(level: float, name: str = "chance") -> str:
 
 
 def byte_size(count: float) -> str:
-    """ "830 bytes", "1.2 kB", "3.4 GB"."""
+    """ "830 bytes", "1.2 kB", "3.4 GB"; "undefined" of a damaged table's infinity."""
+    if not math.isfinite(count):
+        return "undefined"
     for unit, name in ((1e9, "GB"), (1e6, "MB"), (1e3, "kB")):
         if count >= unit:
             return f"{number(count / unit)} {name}"
