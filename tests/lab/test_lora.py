@@ -6,8 +6,6 @@ import json
 import sys
 from functools import partial
 
-import numpy as np
-import pandas as pd
 import pytest
 import torch
 from peft import PeftModel
@@ -152,34 +150,6 @@ def test_a_new_router_is_trained_in_full_beside_adapters_of_experts(here):
     new = after["model.layers.0.mlp.gate.router.weight"]
     assert not torch.allclose(old, new, atol=1e-4)
     assert not (run.path / "adapter").exists()  # of no use without the router
-
-
-@pytest.mark.slow
-def test_interrupted_training_with_adapters_ends_with_the_same_numbers(here, monkeypatch):
-    base = saved("mixtral", here / "base")
-    config = settings(trained="everything", lora=2)
-    whole = moescope.train(config, base=base, out=here / "whole", quiet=True)
-
-    class Killed(BaseException):
-        pass
-
-    before = tuning.TrainingMonitor.on_step_end
-
-    def die(self, args, state, control, **more):
-        if state.global_step == 3:
-            raise Killed
-        before(self, args, state, control, **more)
-
-    monkeypatch.setattr(tuning.TrainingMonitor, "on_step_end", die)
-    with pytest.raises(Killed):
-        moescope.train(config, base=base, out=here / "cut", quiet=True)
-    monkeypatch.undo()
-    monkeypatch.chdir(here)
-    cut = moescope.train(config, base=base, out=here / "cut", quiet=True)
-    for name in ("evaluations", "base_losses", "load"):
-        pd.testing.assert_frame_equal(whole.table(name), cut.table(name))
-    assert not changed_names(tensors(here / "whole" / "model"), tensors(here / "cut" / "model"))
-    assert np.isfinite(whole.table("base_losses")["loss"]).all()
 
 
 @pytest.mark.parametrize(
