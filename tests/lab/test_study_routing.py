@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+import scipy.stats
 import torch
 
 from decoder.tiny_lab import TINY, tiny, trained
 from moescope.decoder.model import LabModel
 from moescope.decoder.vocabulary import Bytes
 from moescope.lab.evaluation import DocumentSample
-from moescope.lab.study_routing import measure_routing, output_orthogonality
+from moescope.lab.study_routing import Activations, measure_routing, output_orthogonality
 
 TEXTS = {
     "a": ["a document", "x" * 31 + "and a longer one " * 5],
@@ -76,11 +77,54 @@ def test_entropy_is_given_by_domain_also_where_nothing_was_trained_on():
     assert (rows["new"] > 0).all()
 
 
-def test_nothing_is_reported_where_nothing_is_routed():
+@pytest.mark.parametrize("router", ["dense", "top2", "spectra"])
+def test_activation_statistics_are_those_of_every_window_read_alone(router: str):
+    model = model_of(router)
+    sample = DocumentSample.of(TEXTS, Bytes(), 16)
+    layers, _ = measure_routing(model, sample, ("a", "b"), 3, "cpu", "float32")
+    captured: dict[int, list[np.ndarray]] = {}
+    for block in model.eval().blocks:
+        block.mlp.register_forward_hook(
+            lambda block, _, output: captured.setdefault(block.layer, []).append(output[0].double().numpy())
+        )
+    for window in sample.windows:
+        if sample.domains[window.document] != "new":
+            with torch.no_grad():
+                model(torch.from_numpy(window.tokens[:-1])[None])
+    assert set(layers["layer"]) == set(captured)
+    for layer, parts in captured.items():
+        values = np.concatenate(parts).ravel()
+        found = layers[(layers["layer"] == layer) & (layers["domain"] == "")].set_index("metric")
+        rms = np.sqrt(np.mean(values**2))
+        assert found["value"]["ffn_rms"] == pytest.approx(rms, rel=1e-5)
+        expected = scipy.stats.kurtosis(values, fisher=False)
+        assert found["value"]["ffn_kurtosis"] == pytest.approx(expected, rel=1e-4)
+        assert found["value"]["ffn_peak"] == pytest.approx(np.abs(values).max() / rms, rel=1e-5)
+        near = [(np.abs(values) < factor * rms).mean() for factor in (0.0099, 0.0101)]
+        assert near[0] <= found["value"]["ffn_sparsity"] <= near[1]
+
+
+def test_gaussian_activations_have_their_chance_levels():
+    draw = torch.Generator().manual_seed(0)
+    activations = Activations()
+    for _ in range(2):
+        activations.add(0, 0.37 * torch.randn(4000, 500, generator=draw))
+    rows = {row["metric"]: row for row in activations.rows(0)}
+    assert rows["ffn_rms"]["value"] == pytest.approx(0.37, rel=0.002)
+    assert rows["ffn_kurtosis"]["value"] == pytest.approx(rows["ffn_kurtosis"]["chance"], abs=0.01)
+    assert rows["ffn_peak"]["value"] == pytest.approx(rows["ffn_peak"]["chance"], rel=0.1)
+    expected = 2 * scipy.stats.norm.cdf(0.01) - 1
+    assert rows["ffn_sparsity"]["chance"] == pytest.approx(expected)
+    deviation = np.sqrt(expected / 4_000_000)
+    assert abs(rows["ffn_sparsity"]["value"] - expected) < 4 * deviation
+
+
+def test_a_dense_model_has_only_activation_statistics():
     layers, loads = measure_routing(
         model_of("dense"), DocumentSample.of(TEXTS, Bytes(), 16), ("a",), 4, "cpu", "float32"
     )
-    assert len(layers) == len(loads) == 0
+    assert set(layers["metric"]) == {"ffn_rms", "ffn_kurtosis", "ffn_peak", "ffn_sparsity"}
+    assert len(loads) == 0
 
 
 def test_a_router_without_probabilities_has_loads_and_no_entropy():

@@ -1,4 +1,4 @@
-"""How a trained model routes held-out documents in evaluation: metrics per layer, loads by domain."""
+"""How a trained model treats held-out documents in evaluation: routing and activations by layer, loads."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
+from scipy.special import erf, ndtri
 from torch import Tensor
 
 from moescope.decoder.model import LabModel, MoE
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
     import pandas as pd
 
 LOADS = ("cv", "max_violation", "gini", "unused", "load_entropy")
+SMALL = 0.01  # of the root mean square: what counts as no activation
 OUTPUT_TOKENS = 512  # whose outputs of all experts are compared
 
 Row = dict[str, Any]
@@ -71,6 +73,53 @@ class Counter:
         return {layer: LayerCount(*(part.cpu().numpy() for part in of)) for layer, of in self.sums.items()}
 
 
+class Activations:
+    """Statistics of every block's FFN output on the device, over all passes, tokens and channels."""
+
+    def __init__(self) -> None:
+        self.sums: dict[int, Tensor] = {}  # count and sums of the powers 1 to 4
+        self.largest: dict[int, Tensor] = {}
+        self.histograms: dict[int, Tensor] = {}
+
+    def add(self, layer: int, output_TD: Tensor) -> None:
+        values = output_TD.flatten()
+        if not len(values):
+            return
+        x = values.double()
+        square = x * x
+        count = torch.full_like(x[0], len(x))
+        sums = torch.stack([count, x.sum(), square.sum(), (square * x).sum(), (square * square).sum()])
+        size = values.float().abs()
+        # The upper half of a float32 are the bits of a bfloat16: bins 1/128 of a power of two wide.
+        histogram = torch.bincount(size.view(torch.int32) >> 16, minlength=1 << 15)
+        if layer not in self.sums:
+            self.sums[layer], self.largest[layer], self.histograms[layer] = sums, size.max(), histogram
+            return
+        self.sums[layer] += sums
+        self.largest[layer] = torch.maximum(self.largest[layer], size.max())
+        self.histograms[layer] += histogram
+
+    def rows(self, layer: int) -> Iterator[Row]:
+        """Yield metrics with the values of independent Gaussian outputs."""
+        n, *powers = self.sums[layer].tolist()
+        mean, second, third, fourth = (power / n for power in powers)
+        rms, variance = np.sqrt(second), second - mean**2
+        central = fourth - 4 * mean * third + 6 * mean**2 * second - 3 * mean**4
+        yield levels("ffn_rms", float(rms), np.nan, np.nan)
+        yield levels("ffn_kurtosis", central / variance**2 if variance > 0 else np.nan, 3.0, np.nan)
+        median = -float(ndtri(-np.expm1(np.log(0.5) / n) / 2))  # of the largest of n
+        yield levels("ffn_peak", self.largest[layer].item() / max(rms, 1e-300), median, np.nan)
+        share = self.count_below(layer, SMALL * rms) / n
+        yield levels("ffn_sparsity", share, float(erf(SMALL / np.sqrt(2))), np.nan)
+
+    def count_below(self, layer: int, bound: float) -> float:
+        """Return how many values are smaller, to a part of the bound's bin."""
+        counts = self.histograms[layer].cpu().numpy()
+        place = int(np.float32(bound).view(np.int32))
+        whole, part = place >> 16, (place & 0xFFFF) / 0x10000
+        return float(counts[:whole].sum() + part * counts[whole])
+
+
 @torch.no_grad()
 def measure_routing(
     model: LabModel,
@@ -80,20 +129,23 @@ def measure_routing(
     device: str,
     dtype: str,
 ) -> tuple[pd.DataFrame, pd.DataFrame]:
-    """Return a training's rows of study_layers and study_loads; empty where nothing is routed.
+    """Return a training's rows of study_layers and study_loads.
 
-    Metrics are over the documents of the `trained` domains; loads and entropies are also by domain.
+    Metrics are over the documents of the `trained` domains; loads and entropies are also by domain. A dense
+    model has statistics of its activations only.
     """
     import pandas as pd
 
     domains = list(dict.fromkeys(sample.domains))
     numbers = np.array([domains.index(name) for name in sample.domains])
-    counter = Counter(len(domains), torch.tensor([name in trained for name in domains], device=device))
+    in_loss_M = np.array([name in trained for name in domains])
+    counter, activations = Counter(len(domains), torch.from_numpy(in_loss_M).to(device)), Activations()
     inputs: dict[int, Tensor] = {}  # of every block: tokens of the first batch
     model.eval()
     for batch in window_batches(sample, batch_size):
         domain_BL = np.where(batch.mask_BL, numbers[batch.document_B][:, None], len(domains))
         domain_T = torch.from_numpy(domain_BL.reshape(-1)).to(device)
+        counts_T = torch.from_numpy(np.append(in_loss_M, False)[domain_BL.reshape(-1)]).to(device)
         ids_BL, mask_BL = (torch.from_numpy(part).to(device) for part in (batch.ids_BL, batch.mask_BL))
 
         def consume(routing: Routing, domain_T: Tensor = domain_T) -> None:
@@ -104,19 +156,26 @@ def measure_routing(
             x_TD, _, mask_T = args[:3]
             inputs.setdefault(block.layer, x_TD[mask_T][:OUTPUT_TOKENS].float())
 
+        def add_output(
+            block: torch.nn.Module, _: Any, output: tuple[Tensor, Any], counts_T: Tensor = counts_T
+        ) -> None:
+            assert isinstance(block, MoE)
+            activations.add(block.layer, output[0][counts_T])
+
         hooks = [block.mlp.register_forward_pre_hook(keep_input) for block in model.blocks]
+        hooks += [block.mlp.register_forward_hook(add_output) for block in model.blocks]
         with torch.autocast(device.split(":")[0], torch.bfloat16, enabled=dtype == "bfloat16"):
             model(ids_BL, mask_BL, consume=consume)
         for hook in hooks:
             hook.remove()
     layers, loads = [], []
     blocks = {block.mlp.layer: block.mlp for block in model.blocks}
-    in_loss_M = np.array([name in trained for name in domains])
     for layer, counts in counter.layers().items():
+        place = {"layer": layer, "layer_name": f"layers.{layer}.mlp"}
+        layers += [{**place, "domain": "", **row} for row in activations.rows(layer)]
         if counts.counts_ME.shape[1] < 2:  # dense
             continue
         rows = [*load_rows(counts, in_loss_M, domains), *similarity_rows(blocks[layer], inputs[layer])]
-        place = {"layer": layer, "layer_name": f"layers.{layer}.mlp"}
         layers += [{**place, "domain": "", **row} for row in rows]
         loads += [
             {**place, "domain": domain, "expert": expert, "tokens": int(tokens)}

@@ -78,8 +78,11 @@ COLUMNS: dict[str, Column] = {
         "text",
         "cv, max_violation, gini, unused, load_entropy, expert_overlap, routing_entropy, gram_orthogonality "
         "(router rows): as in routing_layers. min_over_mean: load of the least busy expert over the mean. "
-        "output_orthogonality: Gram orthogonality of the outputs of all experts for the same tokens.",
-        "output_orthogonality = 1 − √(Σ_{i≠j} mean cos²(Eᵢ(x), Eⱼ(x)))/(n √2)",
+        "output_orthogonality: Gram orthogonality of the outputs of all experts for the same tokens. Of the "
+        "block's FFN outputs y over tokens and channels: ffn_rms, ffn_kurtosis, ffn_peak (largest |y| over "
+        "the RMS), ffn_sparsity (share of |y| below 1 % of the RMS).",
+        "output_orthogonality = 1 − √(Σ_{i≠j} mean cos²(Eᵢ(x), Eⱼ(x)))/(n √2); "
+        "ffn_kurtosis = mean (y − ȳ)⁴/(mean (y − ȳ)²)²",
     ),
     "study_layers.domain": Column(
         "text", "Empty: the documents of all trained domains; else the documents of one domain."
@@ -89,7 +92,8 @@ COLUMNS: dict[str, Column] = {
     ),
     "study_layers.chance": Column(
         "float",
-        "Value of balanced random routing over as many tokens; of a uniform router; of random directions.",
+        "Value of balanced random routing over as many tokens; of a uniform router; of random directions; "
+        "of Gaussian outputs (ffn_peak: the median of the largest).",
     ),
     "study_layers.collapse": Column("float", "Value when all tokens choose the same experts."),
     "study_loads.domain": Column("text", "Domain of the documents; also domains that were not trained on."),
