@@ -19,6 +19,8 @@ UNCLAIMED = Path(__file__).with_name("unclaimed.txt")
 COUNT = re.compile(r"(num|n|moe_num|num_local|n_routed|num_routed|moe_n)_(\w+_)?experts")
 NOT_A_COUNT = re.compile(r"shared|per_tok|top|zero")
 SOURCES = Path(transformers.__file__).parent / "models"
+CONSTRAINTS = Path(__file__).parents[2] / "constraints.txt"
+PINNED = re.search(r"^transformers==(\S+)$", CONSTRAINTS.read_text(), re.MULTILINE)[1]
 
 
 def words(node: ast.ClassDef) -> set[str]:
@@ -119,6 +121,8 @@ def test_every_model_with_experts_is_read_or_listed_as_unclaimed():
     assert not new, (
         f"transformers {transformers.__version__} has these with experts; read them, or list them: {new}"
     )
+    if transformers.__version__ != PINNED:  # an older one lacks newcomers
+        gone = [name for name in gone if name in MODELS]
     assert not gone, (
         f"read by now, or no longer in transformers {transformers.__version__}; strike them out: {gone}"
     )
