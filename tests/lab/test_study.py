@@ -23,12 +23,14 @@ from safetensors.torch import save_file
 
 from lab.tiny_study import SEEDS, write_study
 from moescope.decoder.saving import load_model
+from moescope.decoder.vocabulary import make_vocabulary
 from moescope.errors import BadInput
-from moescope.lab.corpus import read_corpus, training_vocabulary
+from moescope.lab.config import config_from, preset_config
+from moescope.lab.corpus import corpus_of_sides, read_corpus, training_vocabulary
 from moescope.lab.evaluation import mean_loss
 from moescope.lab.study import plan_lines, plan_study, study, timed_models
 from moescope.lab.study_config import read_study, study_from
-from moescope.lab.study_task import prune
+from moescope.lab.study_task import load_text, prune, save_text
 from moescope.lab.train import initial_model, make_data, train
 from moescope.reporting.verb import report
 from moescope.run import Run
@@ -509,6 +511,44 @@ def test_what_is_kept_of_checkpoints_is_as_asked_for(keep: str, left: list[str],
     (tmp_path / "run.json").write_text(json.dumps({"verb": "train", "checkpoints": ["both"]}))
     prune(tmp_path, keep)
     assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == left
+
+
+@pytest.mark.parametrize("layout", ["packed", "documents"])
+def test_processes_map_the_tokens_that_the_study_encoded_once(
+    tmp_path: Path, layout: str, monkeypatch: pytest.MonkeyPatch
+):
+    sides = [
+        {"ä": ["Ein Satz mit Ümlauten. " * 9, "<pad> und <end>", "kurz"], "b": ["1 + 2 = 3\n" * 20]},
+        {"ä": ["Noch ein Satz. " * 7], "b": ["4 + 5 = 9\n" * 8], "neu": ["Новый текст. " * 5]},
+    ]
+    corpus = corpus_of_sides(*sides)
+    vocabulary = make_vocabulary("bpe", 300, (text for texts in corpus.train.values() for text in texts))
+    config = config_from(
+        {"data": {"layout": layout}, "train": {"sequence_length": 16}}, preset_config("nano")
+    )
+    save_text(tmp_path, corpus, vocabulary)
+
+    def encode(*_):
+        raise AssertionError("encoded again")
+
+    monkeypatch.setattr(type(vocabulary), "encode", encode)
+    monkeypatch.setattr(type(vocabulary), "encode_all", encode)
+    text = load_text(tmp_path, corpus.identity, config)
+    monkeypatch.undo()
+    for rows, texts in ((text.data.train, corpus.train), (text.data.validation, corpus.validation)):
+        assert rows.domains == tuple(texts)
+        for stream, documents in zip(rows.streams, texts.values(), strict=True):
+            expected = [
+                token for document in documents for token in [*vocabulary.encode(document), vocabulary.end]
+            ]
+            assert stream.tolist() == expected
+            assert isinstance(stream.base, np.memmap)
+    documents = [document for side in (corpus.validation, corpus.unseen) for document in side.values()]
+    begins = [window.tokens[:5].tolist() for window in text.documents.windows]
+    for document in (document for texts in documents for document in texts):
+        assert vocabulary.encode(document)[:5].tolist() in begins
+    if layout == "documents":
+        assert text.data.train.rows == 4
 
 
 def test_the_text_is_read_once_and_kept_with_the_study(whole: Run, config: Path):

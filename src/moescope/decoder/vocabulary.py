@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -123,6 +123,11 @@ class Pairs:
 
     def encode(self, text: str) -> NDArray[np.int64]:
         return np.array(self.tokenizer.encode(text, add_special_tokens=False).ids, dtype=np.int64)
+
+    def encode_all(self, texts: list[str]) -> Iterator[NDArray[np.int64]]:
+        """Yield the tokens of each text, encoded on all cores."""
+        for encoding in self.tokenizer.encode_batch(texts, add_special_tokens=False):
+            yield np.array(encoding.ids, dtype=np.int64)
 
     def decode(self, ids: Iterable[int]) -> str:
         return str(self.tokenizer.decode(list(ids), skip_special_tokens=True))

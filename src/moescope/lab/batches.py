@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import lru_cache
+from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
@@ -27,6 +28,35 @@ class Batch:
 
 
 @dataclass(frozen=True)
+class TokenIds:
+    """The documents of one domain as one stream of token ids, each with its end token."""
+
+    stream: NDArray[np.int32]
+    ends: Ids
+
+    @classmethod
+    def of(cls, texts: list[str], vocabulary: Vocabulary) -> TokenIds:
+        batch = getattr(vocabulary, "encode_all", None)  # on all cores
+        encoded = batch(texts) if batch else map(vocabulary.encode, texts)
+        parts = [np.append(ids, vocabulary.end) for ids in encoded]
+        return cls(np.concatenate(parts).astype(np.int32), np.cumsum([len(part) for part in parts]))
+
+    @property
+    def starts(self) -> Ids:
+        return np.concatenate([[0], self.ends[:-1]])
+
+    def save(self, folder: Path, name: str) -> None:
+        np.save(folder / f"{name}.ids.npy", self.stream)
+        np.save(folder / f"{name}.ends.npy", self.ends)
+
+    @classmethod
+    def load(cls, folder: Path, name: str) -> TokenIds:
+        """Map a saved stream into memory, shared by all processes that do."""
+        stream = np.load(folder / f"{name}.ids.npy", mmap_mode="r")
+        return cls(np.asarray(stream), np.load(folder / f"{name}.ends.npy"))
+
+
+@dataclass(frozen=True)
 class TokenRows:
     """Every domain's texts as rows of `length` tokens, from which batches are drawn.
 
@@ -45,27 +75,30 @@ class TokenRows:
     def of(
         cls, texts: dict[str, list[str]], vocabulary: Vocabulary, length: int, layout: str = "packed"
     ) -> TokenRows:
+        ids = {domain: TokenIds.of(documents, vocabulary) for domain, documents in texts.items()}
+        return cls.of_ids(ids, vocabulary.pad, length, layout)
+
+    @classmethod
+    def of_ids(cls, ids: dict[str, TokenIds], pad: int, length: int, layout: str = "packed") -> TokenRows:
         if layout not in LAYOUTS:
             raise unknown_name("layout", layout, list(LAYOUTS))
         streams, starts, lengths = [], [], []
-        for domain, documents in texts.items():
-            parts = [np.append(vocabulary.encode(text), vocabulary.end) for text in documents]
-            stream = np.concatenate(parts)
+        for domain, documents in ids.items():
+            stream = documents.stream
             if layout == "packed":
                 begin = np.arange(0, len(stream) - 1, length)
                 size = np.minimum(length + 1, len(stream) - begin)
                 if len(begin) > 1 and size[-1] < length + 1:  # a short rest would need padding
                     begin, size = begin[:-1], size[:-1]
             else:
-                ends = np.cumsum([len(part) for part in parts])
-                begin = np.concatenate([[0], ends[:-1]])
-                size = np.minimum(ends - begin, length + 1)
+                begin = documents.starts
+                size = np.minimum(documents.ends - begin, length + 1)
             if len(stream) < 2:
                 raise BadInput(f"domain {domain!r}: fewer than two tokens; add text")
-            streams.append(stream.astype(np.int32))
+            streams.append(stream)
             starts.append(begin.astype(np.int64))
             lengths.append(size.astype(np.int64))
-        return cls(tuple(texts), tuple(streams), tuple(starts), tuple(lengths), length, vocabulary.pad)
+        return cls(tuple(ids), tuple(streams), tuple(starts), tuple(lengths), length, pad)
 
     @property
     def rows(self) -> int:

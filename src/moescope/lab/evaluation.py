@@ -17,7 +17,7 @@ from torch.nn.functional import cross_entropy
 from moescope.decoder.model import LabModel
 from moescope.decoder.saving import load_model
 from moescope.decoder.vocabulary import Vocabulary
-from moescope.lab.batches import IGNORED, Ids, TokenRows
+from moescope.lab.batches import IGNORED, Ids, TokenIds, TokenRows
 from moescope.routing.stability import layer_stability
 from moescope.types import Array, Integers, Routing
 
@@ -110,15 +110,22 @@ class DocumentSample:
     def of(
         cls, texts: dict[str, list[str]], vocabulary: Vocabulary, length: int, per_document: int = WINDOWS
     ) -> DocumentSample:
+        ids = {domain: TokenIds.of(documents[:DOCUMENTS], vocabulary) for domain, documents in texts.items()}
+        return cls.of_ids(ids, vocabulary.pad, length, per_document)
+
+    @classmethod
+    def of_ids(
+        cls, ids: dict[str, TokenIds], pad: int, length: int, per_document: int = WINDOWS
+    ) -> DocumentSample:
         domains: list[str] = []
         windows: list[Window] = []
-        for domain, documents in texts.items():
-            for text in documents[:DOCUMENTS]:
-                tokens = np.append(vocabulary.encode(text), vocabulary.end)
+        for domain, documents in ids.items():
+            for begin, end in list(zip(documents.starts, documents.ends, strict=True))[:DOCUMENTS]:
+                tokens = documents.stream[begin:end].astype(np.int64)
                 if len(tokens) > 1:
                     windows += [Window(len(domains), part) for part in spread(tokens, length, per_document)]
                     domains.append(domain)
-        return cls(tuple(domains), tuple(windows), length, vocabulary.pad)
+        return cls(tuple(domains), tuple(windows), length, pad)
 
 
 def spread(tokens: Ids, length: int, most: int) -> Iterator[Ids]:

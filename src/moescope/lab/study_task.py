@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from moescope.lab.train import STATE, Job, lock_training, make_data, run_training, saved_checkpoints
+from moescope.lab.train import STATE, Job, lock_training, run_training, saved_checkpoints
 from moescope.processor import avoid_broken_amx
 from moescope.progress import unsaid_alerts
 from moescope.run import Run, finished_run, jsonable, read_run_json, write_json
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from moescope.lab.training import Data
 
 DONE, FAILED, NOT_RUN = "done", "failed", "not run"
-TRAININGS, TEXT_FOLDER = "trainings", "text"
+TRAININGS, TEXT_FOLDER, IDS_FOLDER = "trainings", "text", "ids"
 # column of study_runs -> the Monitor's metric whose mean over layers it is
 LOAD = {
     "load_cv": "cv",
@@ -283,7 +283,7 @@ def prune(folder: Path, keep: str) -> None:
         write_json(folder / "run.json", {**info, "checkpoints": saved_checkpoints(states)})
 
 
-# --- the text, read once and stored in the study's folder: every training reads the same
+# --- the text, read and encoded once and stored in the study's folder: every training reads the same
 
 
 @dataclass(frozen=True)
@@ -298,18 +298,31 @@ class StudyText:
     unigram_loss: float  # of the unigram baseline on the documents of trained domains
 
 
+SIDES = ("train", "validation", "unseen")
+
+
 def save_text(folder: Path, corpus: Corpus, vocabulary: Vocabulary) -> None:
-    """Write corpus and tokenizer, completely or not at all, unless the study already has them."""
+    """Write corpus, tokenizer and token ids, each completely or not at all, unless the study has them."""
+    from moescope.lab.batches import TokenIds
+
     target = folder / TEXT_FOLDER
-    if target.exists():
-        return
-    content = json.dumps(asdict(corpus), ensure_ascii=False).encode()
-    check_disk(folder, len(content))
-    with atomic_folder(target) as partial:
-        (partial / "corpus.json").write_bytes(content)
-        vocabulary.save(partial)
-        for file in partial.iterdir():
-            sync_file(file)
+    if not target.exists():
+        content = json.dumps(asdict(corpus), ensure_ascii=False).encode()
+        check_disk(folder, len(content))
+        with atomic_folder(target) as partial:
+            (partial / "corpus.json").write_bytes(content)
+            vocabulary.save(partial)
+            for file in partial.iterdir():
+                sync_file(file)
+    if not (target / IDS_FOLDER).exists():
+        with atomic_folder(target / IDS_FOLDER) as partial:
+            for side in SIDES:
+                for at, texts in enumerate(getattr(corpus, side).values()):
+                    ids = TokenIds.of(texts, vocabulary)
+                    check_disk(folder, ids.stream.nbytes + ids.ends.nbytes)
+                    ids.save(partial, f"{side}-{at}")
+            for file in partial.iterdir():
+                sync_file(file)
 
 
 _TEXTS: dict[tuple[object, ...], StudyText] = {}  # of the study this process works for
@@ -320,9 +333,10 @@ def load_text(folder: Path, identity: str, config: LabConfig) -> StudyText:
     import numpy as np
 
     from moescope.decoder.vocabulary import load_vocabulary
-    from moescope.lab.batches import unigram_log_probability
+    from moescope.lab.batches import TokenIds, TokenRows, unigram_log_probability
     from moescope.lab.corpus import Corpus
     from moescope.lab.evaluation import WINDOWS, DocumentSample
+    from moescope.lab.training import Data
 
     train, layout = config.train, config.data.layout
     key = (folder, identity, train.sequence_length, train.evaluation_rows, layout)
@@ -331,9 +345,20 @@ def load_text(folder: Path, identity: str, config: LabConfig) -> StudyText:
         corpus = Corpus(**{**content, **{name: tuple(content.get(name, ())) for name in ("domains", "cut")}})
         vocabulary = load_vocabulary(folder / TEXT_FOLDER)
         windows = 1 if layout == "documents" else WINDOWS
-        held_out = {**corpus.validation, **corpus.unseen}
-        documents = DocumentSample.of(held_out, vocabulary, train.sequence_length, windows)
-        data = make_data(config, corpus, vocabulary)
+        ids = {
+            side: {
+                domain: TokenIds.load(folder / TEXT_FOLDER / IDS_FOLDER, f"{side}-{at}")
+                for at, domain in enumerate(getattr(corpus, side))
+            }
+            for side in SIDES
+        }
+        held_out = {**ids["validation"], **ids["unseen"]}
+        documents = DocumentSample.of_ids(held_out, vocabulary.pad, train.sequence_length, windows)
+        rows, held_out_rows = (
+            TokenRows.of_ids(ids[side], vocabulary.pad, train.sequence_length, layout)
+            for side in ("train", "validation")
+        )
+        data = Data(rows, held_out_rows.sample(train.evaluation_rows))
         log_p = unigram_log_probability(data.train, vocabulary.size)
         targets = [window.tokens[1:] for window in documents.windows]
         of_document = [window.document for window in documents.windows]
