@@ -37,6 +37,16 @@ def test_the_workflow_runs_every_python_that_the_package_claims():
     assert claimed[0] == PROJECT["requires-python"].removeprefix(">=")
 
 
+def test_the_lowest_versions_of_every_extra_are_installed_by_the_workflow():
+    workflow = yaml.safe_load((ROOT / ".github" / "workflows" / "check.yml").read_text())
+    commands = "\n".join(step.get("run", "") for step in workflow["jobs"]["lowest-versions"]["steps"])
+    installed = re.search(r"--resolution lowest-direct --editable \"\.\[(.*)\]\"", commands)
+    assert installed is not None
+    extras = PROJECT["optional-dependencies"]
+    covered = {requirement for name in installed[1].split(",") for requirement in extras[name]}
+    assert covered == {requirement for extra in extras.values() for requirement in extra}
+
+
 @pytest.mark.slow
 def test_the_wheel_of_the_source_distribution_runs_the_demo_without_the_repository(tmp_path):
     copy, built, installed = tmp_path / "copy", tmp_path / "dist", tmp_path / "installed"
