@@ -93,7 +93,7 @@ def base(side: str = "test", steps: int = STEPS, vocabulary: str = "bpe") -> Des
             **{"steps": steps, "batch_size": 32, "sequence_length": 256, "warmup": max(steps // 10, 1)},
             **{"learning_rate": RATE, "final_learning_rate": RATE / 10, "dtype": "bfloat16"},
             **{"evaluate_every": max(steps // 10, 1), "evaluation_rows": 126},
-            "checkpoint_every": max(steps // 4, 1),
+            **{"checkpoint_every": max(steps // 4, 1), "compile": True},
         },
     }
 
@@ -137,6 +137,20 @@ def tuning_option(rates: dict[str, float], more: dict[str, float]) -> Design:
         for router, value in more.items()
     }
     return study("top2 balance=0.003", TUNING_SEEDS, arms, base("tune", TUNING_STEPS))
+
+
+def tuning_edge(rates: dict[str, float], edges: dict[str, dict[str, list[float]]]) -> Design:
+    """Values beyond the edges that won, each with the other factor as when it was tuned."""
+    best = {router: {"learning_rate": value} for router, value in rates.items()}
+    arms = {
+        f"{router} {option}={value:g}": {**arm(router, {}), "train": rate(value)}
+        if option == "learning_rate"
+        else arm(router, best, {option: value})
+        for router, options in edges.items()
+        for option, values in options.items()
+        for value in values
+    }
+    return study(next(iter(arms)), TUNING_SEEDS, arms, base("tune", TUNING_STEPS))
 
 
 def untuned() -> Design:
@@ -239,9 +253,11 @@ def study(reference: str, seeds: int | list[int], arms: dict[str, Design], share
 
 def designs(tuned: Design) -> dict[str, Design]:
     """Return every study by name, with the winners of the tuning as far as they are known."""
+    edges = tuned.get("edges") or {"top2": {"learning_rate": [8 * RATE]}}
     return {
         "tuning_rate": tuning_rate(),
         "tuning_option": tuning_option(tuned.get("rates", {}), tuned.get("more", {})),
+        "tuning_edge": tuning_edge(tuned.get("rates", {}), edges),
         "untuned": untuned(),
         "main": main_study(tuned.get("best", {})),
         "ablation": ablation(tuned.get("best", {})),

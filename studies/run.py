@@ -193,38 +193,55 @@ def pick(losses: dict[float, float]) -> float:
     return min(losses, key=lambda value: losses[value])
 
 
-def beyond_edge(losses: dict[float, float]) -> float | None:
-    """Return the next value of the grid if its first or last one won."""
+def beyond_edge(losses: dict[float, float]) -> list[float]:
+    """Return the next two values of the grid if its first or last one won."""
     values = sorted(losses)
     best = pick(losses)
     if best == values[0]:
-        return best / 2
-    return best * 2 if best == values[-1] else None
+        ratio = values[0] / values[1]
+    elif best == values[-1]:
+        ratio = values[-1] / values[-2]
+    else:
+        return []
+    return [float(f"{best * ratio**power:.3g}") for power in (1, 2)]
 
 
 def after_rates(store: Path, _: dict[str, Any]) -> dict[str, Any]:
     """Return the best learning rates, and the rates beyond the edges that won, which the next stage tries."""
     losses = {router: found["learning_rate"] for router, found in mean_losses(store, "tuning_rate").items()}
     rates = {router: pick(found) for router, found in losses.items()}
-    more = {router: value for router, found in losses.items() if (value := beyond_edge(found)) is not None}
+    more = {router: values[0] for router, found in losses.items() if (values := beyond_edge(found))}
     best = {router: {"learning_rate": value} for router, value in rates.items()}
     return {"rates": rates, "more": more, "best": best}
 
 
 def after_options(store: Path, tuned: dict[str, Any]) -> dict[str, Any]:
-    """Return every router's best learning rate and option."""
-    rates, options = mean_losses(store, "tuning_rate"), mean_losses(store, "tuning_option")
-    best = {}
+    """Return every router's best learning rate and option, and two values beyond each edge that won."""
+    return {**tuned, **best_of(store, tuned, ("tuning_rate", "tuning_option"))}
+
+
+def after_edges(store: Path, tuned: dict[str, Any]) -> dict[str, Any]:
+    found = best_of(store, tuned, ("tuning_rate", "tuning_option", "tuning_edge"))
+    return {**tuned, "best": found["best"], "edges_left": found["edges"]}
+
+
+def best_of(store: Path, tuned: dict[str, Any], stages: tuple[str, ...]) -> dict[str, Any]:
+    """Return the best values over these stages, and for each that lies at an edge two more to try."""
+    losses: dict[str, dict[str, dict[float, float]]] = {}
+    for stage in stages:
+        for router, found in mean_losses(store, stage).items():
+            for option, values in found.items():
+                losses.setdefault(router, {}).setdefault(option, {}).update(values)
+    best: dict[str, dict[str, float]] = {}
+    edges: dict[str, dict[str, list[float]]] = {}
+    for router, (option, values) in designs.OPTIONS.items():  # the default was trained with the rates
+        losses[router][option][values[1]] = losses[router]["learning_rate"][tuned["rates"][router]]
     for router in designs.ROUTERS:
-        more = options.get(router, {})
-        best[router] = {
-            "learning_rate": pick({**rates[router]["learning_rate"], **more.get("learning_rate", {})})
-        }
-        if router in designs.OPTIONS:
-            option, values = designs.OPTIONS[router]
-            default = rates[router]["learning_rate"][tuned["rates"][router]]
-            best[router][option] = pick({**more[option], values[1]: default})
-    return {**tuned, "best": best}
+        for option, found in losses[router].items():
+            best.setdefault(router, {})[option] = pick(found)
+            if more := beyond_edge(found):
+                edges.setdefault(router, {})[option] = more
+    return {"best": best, "edges": edges}
 
 
 def write_designs(store: Path, tuned: dict[str, Any]) -> None:
@@ -236,7 +253,7 @@ def write_designs(store: Path, tuned: dict[str, Any]) -> None:
             (store / name / "study.toml").write_text(designs.toml(design))
 
 
-AFTER = {"tuning_rate": after_rates, "tuning_option": after_options}
+AFTER = {"tuning_rate": after_rates, "tuning_option": after_options, "tuning_edge": after_edges}
 
 
 # --- smoke

@@ -140,6 +140,12 @@ class Experts(nn.Module):
     def project(self, x_SD: Tensor, expert_S: Tensor, ends_E: Tensor) -> Tensor:
         raise NotImplementedError
 
+    def waits(self, dtype: torch.dtype) -> bool:
+        """Whether a pass in this arithmetic waits for the device, because a product runs as a loop."""
+        matrices = [weight for weight in self.parameters() if weight.dim() == 3]
+        rows = matrices[0].new_empty(0, dtype=dtype)
+        return self.n_experts > 1 and not all(grouped_mm_runs(rows, weight) for weight in matrices)
+
     def forward(
         self, x_TD: Tensor, chosen_TK: Tensor, gates_TK: Tensor, at_most: int | None = None
     ) -> Tensor:

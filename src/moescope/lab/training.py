@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass, field
 from inspect import signature
@@ -19,7 +19,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from moescope.decoder.model import LabModel
+from moescope.decoder.model import LabModel, Output
 from moescope.decoder.ranks import ALONE, Ranks
 from moescope.errors import BadInput
 from moescope.lab.batches import IGNORED, TokenRows
@@ -36,9 +36,11 @@ from moescope.lab.training_state import (
     unsharded_model,
 )
 from moescope.routing.monitor import LoopMonitor
+from moescope.types import Routing
 
 LOG_EVERY = 10  # steps; more often where evaluations or checkpoints come more often
 BETAS = (0.9, 0.95)
+WARM_STEPS = 3  # before one is captured: libraries set themselves up in the first
 Advance = Callable[[str, int], None]
 
 
@@ -69,6 +71,15 @@ class Training:
             shard_model(self.model, self.device, self.ranks)
         self.optimiser = make_optimiser(self.model, self.config.train, self.device)
         self.logged: list[Tensor] = []  # per step since the last log: LM loss, auxiliary loss, gradient norm
+        self.rate = torch.zeros((), device=self.device) if self.device.startswith("cuda") else None
+        self.graph: StepGraph | None = None
+        train, dtype = self.config.train, getattr(torch, self.config.train.dtype)
+        self.capturable = (
+            self.rate is not None
+            and self.ranks.world * train.micro_batches == 1
+            and not any(block.mlp.experts.waits(dtype) for block in self.model.blocks)
+        )
+        self.warm = 0  # steps that could have been captured
         self.parallel: nn.Module = self.model
         for router in self.model.routers:
             router.ranks = self.ranks
@@ -81,31 +92,52 @@ class Training:
 
     # --- one step
 
-    def one_step(self, watch: FiniteWatch) -> None:
+    def one_step(self, watch: FiniteWatch, monitor: LoopMonitor | None = None) -> None:
         """Train on this rank's share of every micro-batch: one step of the optimiser and of the routers."""
         train = self.config.train
-        rate = learning_rate(self.step, train)
-        for group in self.optimiser.param_groups:
-            group["lr"] = rate
+        self.set_rate(learning_rate(self.step, train))
         batch = self.data.train.of_step(self.step, train.batch_size, train.seed)
         targets = int((batch.targets_BL != IGNORED).sum())
-        lm_loss, aux_loss = torch.zeros((), device=self.device), torch.zeros((), device=self.device)
+        micro_batches = []
         for micro in range(train.micro_batches):
             rows = self.share(micro)
-            ids, mask, wanted = (
-                self.to_device(part[rows]) for part in (batch.ids_BL, batch.mask_BL, batch.targets_BL)
-            )
-            share = int((batch.targets_BL[rows] != IGNORED).sum()) / max(targets, 1)
-            last = micro == train.micro_batches - 1
-            with self.no_sync() if not last else nullcontext():
+            parts = (batch.ids_BL[rows], batch.mask_BL[rows], batch.targets_BL[rows])
+            share = int((parts[2] != IGNORED).sum()) / max(targets, 1)
+            micro_batches.append((tuple(self.to_device(part) for part in parts), share))
+        # gradients into routers need a backward pass of their own
+        graph = None if monitor is None or monitor.gradients else self.captured(micro_batches[0][0], watch)
+        if graph is not None and monitor is not None:
+            losses, norms_P = graph.run(micro_batches[0][0], watch, monitor)
+        else:
+            losses, norms_P = self.update(micro_batches, self.parallel)
+        self.step += 1
+        norm = torch.linalg.vector_norm(norms_P) / self.ranks.world
+        self.logged.append(torch.cat([losses, norm[None]]))
+        watch.step_ended(self.step, losses[0], norms_P)
+
+    def set_rate(self, rate: float) -> None:
+        """Set the learning rate; on a GPU where a captured step reads it."""
+        if self.rate is not None:
+            self.rate.fill_(rate)
+        for group in self.optimiser.param_groups:
+            group["lr"] = rate if self.rate is None else self.rate
+
+    def update(
+        self, micro_batches: Sequence[tuple[tuple[Tensor, ...], float]], forward: Callable[..., Any]
+    ) -> tuple[Tensor, Tensor]:
+        """Compute gradients and change the weights; return both losses, and the norm of each gradient."""
+        train = self.config.train
+        losses = torch.zeros(2, device=self.device)
+        for number, ((ids, mask, wanted), share) in enumerate(micro_batches, 1):
+            with self.no_sync() if number < len(micro_batches) else nullcontext():
                 bf16 = train.dtype == "bfloat16"
                 with torch.autocast(self.device.split(":")[0], torch.bfloat16, enabled=bf16):
-                    output = self.parallel(ids, mask_BL=mask, targets_BL=wanted)
+                    output = forward(ids, mask_BL=mask, targets_BL=wanted)
                 # Every target of the step has the same weight; DDP averages over ranks, hence the world.
                 loss = output.lm_loss * (share * self.ranks.world) + output.aux_loss / train.micro_batches
                 loss.backward()
-            lm_loss += output.lm_loss.detach() * share
-            aux_loss += output.aux_loss.detach() / (train.micro_batches * self.ranks.world)
+            aux_loss = output.aux_loss.detach() / (train.micro_batches * self.ranks.world)
+            losses += torch.stack([output.lm_loss.detach() * share, aux_loss])
         if self.sharded:
             average_replicated(self.model, self.ranks)
         gradients = [weight.grad for weight in self.model.parameters() if weight.grad is not None]
@@ -113,10 +145,18 @@ class Training:
         self.optimiser.step()
         self.optimiser.zero_grad()
         self.model.after_step()
-        self.step += 1
-        norm = torch.linalg.vector_norm(norms_P) / self.ranks.world
-        self.logged.append(torch.stack([lm_loss, aux_loss, norm]))
-        watch.step_ended(self.step, lm_loss, norms_P)
+        return losses, norms_P
+
+    def captured(self, batch: tuple[Tensor, ...], watch: FiniteWatch) -> StepGraph | None:
+        """Return the step as a CUDA graph, once it has run a few times; None where it cannot be one."""
+        self.warm += self.capturable
+        if self.graph is None and self.warm > WARM_STEPS:
+            free, _ = torch.cuda.mem_get_info(self.device)
+            if torch.cuda.max_memory_reserved(self.device) < free / 2:  # its memory is its own
+                self.graph = StepGraph(self.model, self.update, batch, watch)
+            else:
+                self.capturable = False
+        return self.graph
 
     def share(self, micro: int) -> slice:
         """Return this rank's rows of a micro-batch; together the ranks take the rows of a single process."""
@@ -157,7 +197,7 @@ class Training:
                 self.evaluate(monitor)
                 monitor.keep("steps", [{"step": 0, **validation_columns(self.evaluations)}])
             while self.step < train.steps:
-                self.one_step(watch)
+                self.one_step(watch, monitor)
                 monitor.end_step(self.step)
                 last = self.step == train.steps
                 evaluating = last or self.step % train.evaluate_every == 0
@@ -260,6 +300,47 @@ def validation_columns(evaluations: list[dict[str, Any]]) -> dict[str, float | N
     }
 
 
+# --- a step without the host
+
+
+class StepGraph:
+    """One step on a GPU as a CUDA graph: a thousand small kernels in one launch.
+
+    Small models train several times as fast: their kernels are shorter than the host takes to start them.
+    Replaying runs no Python, so what hooks would have seen is handed on afterwards.
+    """
+
+    def __init__(
+        self, model: LabModel, update: Callable[..., Any], batch: tuple[Tensor, ...], watch: FiniteWatch
+    ):
+        self.model, self.batch = model, tuple(part.clone() for part in batch)
+        self.routings: list[Routing] = []
+        self.graph = torch.cuda.CUDAGraph()
+        # thread_local: another thread makes the Monitor's tables meanwhile
+        with torch.cuda.graph(self.graph, capture_error_mode="thread_local"):
+            self.losses, self.norms_P = update([(self.batch, 1.0)], self.forward)
+        self.sums, watch.sums = watch.sums, []
+
+    def forward(self, ids_BL: Tensor, **given: Any) -> Output:
+        """Run the model without the Monitor's hooks, and keep what they would have seen."""
+        output = self.model.forward(ids_BL, consume=self.routings.append, **given)
+        self.seen = [part.detach() for part in (output.loss, output.aux_loss) if part is not None]
+        return output
+
+    def run(
+        self, batch: tuple[Tensor, ...], watch: FiniteWatch, monitor: LoopMonitor
+    ) -> tuple[Tensor, Tensor]:
+        """Train on the batch; return copies of the losses and gradient norms."""
+        for place, part in zip(self.batch, batch, strict=True):
+            place.copy_(part)
+        self.graph.replay()
+        watch.sums = list(self.sums)
+        ids, mask, _ = self.batch
+        loss, aux_loss = (part.clone() for part in self.seen)
+        monitor.add_pass((ids,), {"mask_BL": mask}, self.routings, Output(loss=loss, aux_loss=aux_loss))
+        return self.losses.clone(), self.norms_P.clone()
+
+
 # --- optimiser
 
 
@@ -276,7 +357,8 @@ def make_optimiser(model: LabModel, train: TrainConfig, device: str) -> torch.op
             decay = 0.0 if weight.dim() <= 1 or name.endswith("bias") else train.weight_decay
             groups.setdefault((id(weight) in replicated, decay), []).append(weight)
     parameters = [{"params": weights, "weight_decay": decay} for (_, decay), weights in groups.items()]
-    return torch.optim.AdamW(parameters, lr=train.learning_rate, betas=BETAS, fused=device.startswith("cuda"))
+    on_gpu = device.startswith("cuda")
+    return torch.optim.AdamW(parameters, lr=train.learning_rate, betas=BETAS, fused=on_gpu, capturable=on_gpu)
 
 
 def learning_rate(step: int, train: TrainConfig) -> float:
@@ -295,14 +377,13 @@ def clip_gradients(gradients: list[Tensor], most: float, ranks: Ranks = ALONE) -
     The norm of a sharded gradient is that of all its shards.
     """
     parts = [local_part(gradient) for gradient in gradients]
-    norms_P = torch.stack([torch.linalg.vector_norm(part.float()) for part in parts])
+    norms_P = torch.stack(torch._foreach_norm([part.float() for part in parts]))
     if any(is_sharded(gradient) for gradient in gradients):
         sharded_P = torch.tensor([is_sharded(gradient) for gradient in gradients], device=norms_P.device)
         norms_P = torch.where(sharded_P, ranks.sum(norms_P.square()).sqrt(), norms_P)
     if most > 0:
         scale = (most / (torch.linalg.vector_norm(norms_P) + 1e-6)).clamp(max=1.0)
-        for gradient in parts:
-            gradient.mul_(scale.to(gradient.dtype))
+        torch._foreach_mul_(parts, scale)
     return norms_P
 
 

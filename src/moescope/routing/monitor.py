@@ -26,6 +26,7 @@ from moescope.routing.monitor_run import (
 )
 from moescope.routing.monitor_tally import Place, StepTally, Window, is_distributed
 from moescope.run import Run
+from moescope.types import Routing
 from moescope.verbs import load_verb
 
 if TYPE_CHECKING:
@@ -192,6 +193,16 @@ class LoopMonitor:
             self.tally.losses.append((loss.detach().clone(), aux))  # a Trainer may scale it in place
         if losses is not None and torch.is_grad_enabled():
             self.measure_gradients(*losses, already_scaled=self.losses_add_up)
+
+    def add_pass(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], routings: list[Routing], output: Any
+    ) -> None:
+        """Count a pass of a model that hands out its routing, where it ran without hooks (a CUDA graph)."""
+        assert self.capture is not None
+        self.capture.pass_begins(self.model, args, kwargs)
+        for routing in routings:
+            self.capture.handed_out(routing)
+        self.capture.pass_ends(self.model, args, kwargs, output)
 
     def measure_gradients(
         self, lm_loss: Tensor, aux_loss: Tensor | None = None, already_scaled: bool = False
