@@ -234,6 +234,12 @@ def scaling_size(tuned: Design) -> Design:
     return study("top2 S", 5, arms, base())
 
 
+def causal(tuned: Design) -> Design:
+    """Trainings whose experts are then removed one by one (causal.py)."""
+    arms = {router: arm(router, tuned) for router in ("top2", "topk", "spectra")}
+    return study("top2", 5, arms, base(steps=UNTUNED_STEPS))
+
+
 def hash_study(vocabulary: str, tuned: Design) -> Design:
     """Hash against top2, and what explains the difference: tables, what is hashed, what the router reads."""
     arms: dict[str, Design] = {}
@@ -264,6 +270,7 @@ def designs(tuned: Design) -> dict[str, Design]:
         "sweep": sweep(tuned.get("best", {})),
         "scaling_experts": scaling_experts(tuned.get("best", {})),
         "scaling_size": scaling_size(tuned.get("best", {})),
+        "causal": causal(tuned.get("best", {})),
         "hash_bytes": hash_study("bytes", tuned.get("best", {})),
         "hash_bpe": hash_study("bpe", tuned.get("best", {})),
     }

@@ -10,8 +10,10 @@ import tomllib
 from pathlib import Path
 from types import ModuleType
 
+import numpy as np
 import pandas as pd
 import pytest
+import scipy.stats
 
 from moescope.lab.study import VERB
 from moescope.lab.study_config import study_from
@@ -34,6 +36,7 @@ def script(name: str) -> ModuleType:
 
 designs = script("designs")
 run = script("run")
+causal = script("causal")
 
 
 def test_every_design_is_a_study_at_both_sizes_and_survives_toml():
@@ -90,6 +93,52 @@ def test_the_tuning_takes_the_lowest_mean_and_goes_on_where_an_edge_wins(tmp_pat
     arms = designs.main_study(best)["arms"]
     assert arms["spectra"]["model"]["router_options"] == {"epsilon": 0.02}
     assert arms["hash"]["train"] == {"learning_rate": 0.008, "final_learning_rate": 0.0008}
+
+
+def test_effects_are_correlated_within_layers_plain_and_given_load():
+    draw = np.random.default_rng(0)
+    rows = pd.DataFrame({"layer": np.repeat([0, 3], 12), "expert": np.tile(np.arange(12), 2)})
+    for name in ("loss_difference", "half_a", "half_b", "load", "alignment", "ambiguity"):
+        rows[name] = draw.normal(size=24)
+    rows["loss_difference"] += rows["load"] + 10 * rows["layer"]
+    found = causal.correlation_rows(rows).set_index(["metric", "layer"])["value"]
+    assert len(found) == 10
+    for layer, part in rows.groupby("layer"):
+        r = part[["loss_difference", "alignment", "load"]].corr("spearman").to_numpy()
+        assert found["effect_alignment", layer] == pytest.approx(r[0, 1])
+        assert found["effect_load", layer] == pytest.approx(r[0, 2])
+        partial = (r[0, 1] - r[0, 2] * r[1, 2]) / np.sqrt((1 - r[0, 2] ** 2) * (1 - r[1, 2] ** 2))
+        assert found["effect_alignment_given_load", layer] == pytest.approx(partial)
+    without_rows = causal.correlation_rows(rows.drop(columns=["alignment", "ambiguity"]))
+    assert set(without_rows["metric"]) == {"effect_load"}
+
+
+def test_correlations_are_tested_over_seeds_and_corrected_over_the_family(tmp_path: Path):
+    draw = np.random.default_rng(1)
+    rows = [
+        {"arm": arm, "seed": seed, "metric": metric, "layer": layer, "value": draw.normal(shift, 0.1)}
+        for arm, metric, shift in (("a", "effect_load", 0.5), ("a", "effect_alignment", 0.05), ("b", "cv", 9))
+        for seed in range(5)
+        for layer in range(3)
+    ]
+    table = pd.DataFrame(rows)
+    table.to_parquet(tmp_path / "results.parquet")
+    found = causal.write_tests(tmp_path).set_index(["arm", "metric"])
+    assert set(found.index) == {("a", "effect_load"), ("a", "effect_alignment")}
+    tests = {}
+    for metric in ("effect_load", "effect_alignment"):
+        means = [
+            np.mean([row["value"] for row in rows if row["metric"] == metric and row["seed"] == seed])
+            for seed in range(5)
+        ]
+        tests[metric] = scipy.stats.ttest_1samp(means, 0)
+        one = found.loc["a", metric]
+        assert one["p"] == pytest.approx(tests[metric].pvalue)
+        assert (one["low"], one["high"]) == pytest.approx(tuple(tests[metric].confidence_interval()))
+    small, large = sorted(test.pvalue for test in tests.values())
+    assert sorted(found["p_holm"]) == pytest.approx([2 * small, max(2 * small, large)])
+    stored = pd.read_parquet(tmp_path / "correlations.parquet")
+    assert stored["p_holm"].tolist() == found["p_holm"].tolist()
 
 
 STORED = sorted(file.parent.parent for file in STUDIES.glob("*/run/run.json"))

@@ -80,7 +80,8 @@ COLUMNS: dict[str, Column] = {
         "(router rows): as in routing_layers. min_over_mean: load of the least busy expert over the mean. "
         "output_orthogonality: Gram orthogonality of the outputs of all experts for the same tokens. Of the "
         "block's FFN outputs y over tokens and channels: ffn_rms, ffn_kurtosis, ffn_peak (largest |y| over "
-        "the RMS), ffn_sparsity (share of |y| below 1 % of the RMS).",
+        "the RMS), ffn_sparsity (share of |y| below 1 % of the RMS). effect_load, effect_alignment, "
+        "effect_ambiguity, and ..._given_load (partial): rank correlation of study_effects in the layer.",
         "output_orthogonality = 1 − √(Σ_{i≠j} mean cos²(Eᵢ(x), Eⱼ(x)))/(n √2); "
         "ffn_kurtosis = mean (y − ȳ)⁴/(mean (y − ȳ)²)²",
     ),
@@ -252,6 +253,25 @@ COLUMNS: dict[str, Column] = {
         "float",
         "Validation loss at that step, in nats per token; null without an evaluation.",
         chance="the reference arm at the same step",
+    ),
+    "study_effects.effect": Column(
+        "float",
+        "Loss on held-out documents with the expert's output zero, minus the loss without the change.",
+        chance="0: no effect",
+        unit="nats per token",
+    ),
+    "study_effects.half_a": Column(
+        "float", "The effect on one half of the documents.", unit="nats per token"
+    ),
+    "study_effects.half_b": Column("float", "The effect on the other half.", unit="nats per token"),
+    "study_effects.load": Column(
+        "float", "Share of choices of the expert in its layer, on other documents.", chance="1/n"
+    ),
+    "study_effects.alignment": Column(
+        "float", "Alignment of the router row with its own expert at k*, of a scan; null without rows."
+    ),
+    "study_effects.ambiguity": Column(
+        "float", "Alignment with the best other expert minus that with its own, at k*; null without rows."
     ),
     "study_experts.x": Column(
         "float",
@@ -465,6 +485,12 @@ TABLES: dict[str, Table] = define_tables(
         "Experts of each trained model: map of their outputs, load before and after the quota.",
         ("arm", "seed", "layer", "expert"),
         ("x", "y", "variance_share", "before_quota", "after_quota"),
+    ),
+    Table(
+        "study_effects",
+        "Effect of removing each expert of a trained model, where it was measured, and possible predictors.",
+        ("arm", "seed", "layer", "expert"),
+        ("effect", "half_a", "half_b", "load", "alignment", "ambiguity"),
     ),
     Table(
         "study_mixed",
