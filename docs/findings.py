@@ -1,7 +1,8 @@
-"""Numbers of docs/findings.md: its expressions, evaluated against studies/*/results.parquet.
+"""Pages made of the results of studies: findings.md, results.md and routers.md.
 
-A study that was not run has no results.parquet: its numbers are "not run", its verdicts "not testable".
-Claims that a test over seeds decides are Holm-corrected together.
+Their expressions are evaluated when the site is built. Claims rest on studies/*/results.parquet and have the
+numbers and verdicts of the page Results of a report (moescope.lab.results); tables that no claim needs
+are read from studies/*/run. A study that was not run has no results: its numbers are "not run".
 """
 
 from __future__ import annotations
@@ -9,252 +10,369 @@ from __future__ import annotations
 import html
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pandas as pd
+from charts import Dots, Lines, figure
 from jinja2 import Environment, StrictUndefined
 
+from moescope.lab import results as numbers
+from moescope.lab.figures_study import TARGET_CV
+from moescope.lab.report_cells import cell as estimate_text
+from moescope.lab.report_cells import p_text
+from moescope.lab.report_results import FFN, all_sections, significance_rows, sources
+from moescope.lab.report_study import described, study_tables
 from moescope.lab.results import (
-    CONFIRMED,
-    LEAST_SHARE,
-    MOST_VIOLATION,
+    BASELINE,
+    DENSE_ACTIVE,
+    METHOD,
     NOT_RUN,
-    NOT_TESTABLE,
-    REFUTED,
+    ROUTERS,
     SIMILAR_COST,
-    SPECIALISED,
+    VARIANTS,
+    Claim,
     Estimate,
-    over_seeds,
+    Results,
 )
-from moescope.lab.study_statistics import LEVEL, MIN_SEEDS, holm
+from moescope.run import Run
+from moescope.verb import Payload, Tables
 
 STUDIES = Path(__file__).parent.parent / "studies"
-COLUMNS = ["study", "question", "arm", "seed", "status", "metric", "layer", "domain", "value", "chance"]
-TARGET_CV = 0.1
-UNTUNED = (
-    "Routers are compared in the study `untuned` (default options, one learning rate for all): the tuned "
-    "comparison was not run."
-)
-UNSEEN = ("tinystories_ru",)  # domains that no study trains on
-WIDTH, ROW, LEFT = 480, 22, 165  # of the plot of differences, in pixels
+PAGES = ("findings.md", "results.md", "routers.md")
+SHOWN = {METHOD: "SPECTRA", BASELINE: "Switch Top-2"}
+Panels = list[Dots | Lines]
 
 
-def read_results(folder: Path = STUDIES) -> pd.DataFrame:
-    """Return the results of every study that was run, one row per number."""
-    frames = [pd.read_parquet(path) for path in sorted(folder.glob("*/results.parquet"))]
-    return pd.concat(frames, ignore_index=True) if frames else pd.DataFrame(columns=COLUMNS)
+def read_results(folder: Path = STUDIES) -> list[Tables]:
+    """Return the tables of every study that was run."""
+    found = []
+    for path in sorted(folder.glob("*/results.parquet")):
+        run = path.parent / "run"
+        others = described(study_tables(Run.load(run)), Run.load(run)) if run.exists() else {}
+        found.append({**others, **numbers.from_long(pd.read_parquet(path))})
+    return found
 
 
-@dataclass
-class Findings:
-    """What the page's expressions may call; each returns text."""
-
-    results: pd.DataFrame
-    tests: dict[tuple[Any, ...], float] = field(default_factory=dict)  # p of every tested claim
-    adjusted: dict[tuple[Any, ...], float] = field(default_factory=dict)
-
-    # --- values by seed
-
-    def by_seed(self, study: str, arm: str, metric: str, domain: str = "") -> pd.Series:
-        """Return the metric by seed, mean over layers, of trainings that beat the unigram baseline."""
-        rows = self.results
-        rows = rows[(rows["study"] == study) & (rows["arm"] == arm) & (rows["status"] == "done")]
-        of_metric = rows[(rows["metric"] == metric) & (rows["domain"] == domain)]
-        overall = of_metric[of_metric["layer"].isna()]
-        values = (overall if len(overall) else of_metric).groupby("seed")["value"].mean().dropna()
-        losses, baseline = (
-            rows[(rows["metric"] == name) & (rows["domain"] == "")].groupby("seed")["value"].mean()
-            for name in ("validation_loss", "unigram_loss")
-        )
-        beaten = losses >= baseline.reindex(losses.index).fillna(math.inf)
-        return values.drop(beaten.index[beaten], errors="ignore")
-
-    def gains(self, study: str, arm: str, other: str, metric: str, domain: str) -> Estimate | None:
-        """Return arm minus other under the same seeds."""
-        first, second = (self.by_seed(study, name, metric, domain) for name in (arm, other))
-        return over_seeds((first - second).dropna())
-
-    # --- text
-
-    def mean(self, study: str, arm: str, metric: str, domain: str = "") -> str:
-        return estimate_text(over_seeds(self.by_seed(study, arm, metric, domain)))
-
-    def chance(self, study: str, arm: str, metric: str) -> str:
-        rows = self.results
-        rows = rows[(rows["study"] == study) & (rows["arm"] == arm) & (rows["metric"] == metric)]
-        level = rows.loc[rows["domain"] == "", "chance"].astype(float).mean()
-        return f"{level:.3g}" if math.isfinite(level) else NOT_RUN
-
-    def difference(self, study: str, arm: str, other: str, metric: str, domain: str = "") -> str:
-        return estimate_text(self.gains(study, arm, other, metric, domain))
-
-    def ratio(self, study: str, arm: str, other: str, metric: str) -> str:
-        first, second = (self.by_seed(study, name, metric) for name in (arm, other))
-        return estimate_text(over_seeds((first / second).dropna()))
-
-    def seeds(self, study: str, arm: str) -> str:
-        count = len(self.by_seed(study, arm, "validation_loss"))
-        return f"{count} seeds" if count else NOT_RUN
-
-    def p(self, *claim: str) -> str:
-        found = self.adjusted.get(claim, math.nan)
-        return (f"p = {found:.2g}" if found >= 1e-4 else "p < 0.0001") if math.isfinite(found) else NOT_RUN
-
-    def collapse(self, study: str, arm: str) -> str:
-        """Return the share of seeds and layers that have collapsed."""
-        rows = self.results
-        rows = rows[(rows["study"] == study) & (rows["arm"] == arm) & (rows["domain"] == "")]
-        wide = rows[rows["layer"].notna()].pivot_table(
-            index=["seed", "layer"], columns="metric", values="value"
-        )
-        if not {"min_over_mean", "max_violation"} <= set(wide):
-            return NOT_RUN
-        n, k = (self.by_seed(study, arm, name).iloc[0] for name in ("n_experts", "top_k"))
-        worst = (wide["min_over_mean"] < LEAST_SHARE) | (wide["max_violation"] / (n / k - 1) > MOST_VIOLATION)
-        return f"{int(worst.sum())} of {len(worst)}"
-
-    def below_target(self, study: str) -> str:
-        """Return how many arms have a CV below the target in their worst layer, in evaluation."""
-        rows = self.results
-        rows = rows[(rows["study"] == study) & (rows["metric"] == "cv") & (rows["domain"] == "")]
-        if rows.empty:
-            return NOT_RUN
-        worst = rows.groupby(["arm", "seed"])["value"].max().groupby(level="arm").mean()
-        return f"{int((worst < TARGET_CV).sum())} of {len(worst)} settings (lowest {worst.min():.3g})"
-
-    def verdict(self, study: str, arm: str, other: str, metric: str, sign: str = "above") -> str:
-        """Judge the claim that arm minus other is above (or below) 0; from five seeds on, Holm-corrected."""
-        return self.judge((study, arm, other, metric), self.gains(study, arm, other, metric, ""), sign)
-
-    def judge(self, claim: tuple[Any, ...], found: Estimate | None, sign: str) -> str:
-        if found is None:
-            return NOT_TESTABLE
-        self.tests[claim] = found.p_value
-        p = self.adjusted.get(claim, math.nan)
-        if found.seeds < MIN_SEEDS or not math.isfinite(p) or p > LEVEL:
-            return NOT_TESTABLE
-        return CONFIRMED if (found.mean > 0) == (sign == "above") else REFUTED
-
-    def cost_verdict(self, study: str, arm: str, other: str) -> str:
-        """Judge the claim that training takes at most a tenth longer, by the interval over seeds."""
-        times = (self.by_seed(study, name, "tokens_per_second") for name in (other, arm))
-        first, second = times
-        longer = over_seeds((first / second - 1).dropna())
-        if longer is None or longer.seeds < MIN_SEEDS or longer.low <= SIMILAR_COST < longer.high:
-            return NOT_TESTABLE
-        return CONFIRMED if longer.high <= SIMILAR_COST else REFUTED
-
-    def size_slopes(self, study: str, arm: str, other: str, sizes: tuple[str, ...]) -> Estimate | None:
-        """Return the gain of arm over other per doubling of active parameters, a slope per seed."""
-        gains, doublings = [], []
-        for size in sizes:
-            losses = [self.by_seed(study, f"{name} {size}", "validation_loss") for name in (other, arm)]
-            active = self.by_seed(study, f"{other} {size}", "parameters_active")
-            if active.empty:
-                return None
-            gains.append(losses[0] - losses[1])
-            doublings.append(math.log2(active.iloc[0]))
-        rows = pd.concat(gains, axis=1).dropna().to_numpy(float)
-        return over_seeds(np.polyfit(doublings, rows.T, 1)[0]) if len(rows) else None
-
-    def size_trend(self, study: str, arm: str, other: str, *sizes: str) -> str:
-        return estimate_text(self.size_slopes(study, arm, other, sizes))
-
-    def size_verdict(self, study: str, arm: str, other: str, *sizes: str) -> str:
-        found = self.size_slopes(study, arm, other, sizes)
-        return self.judge((study, arm, other, "size"), found, "above")
-
-    def domain_contrast(self, study: str, arm: str, other: str) -> Estimate | None:
-        """Return the gain in specialised minus that in other domains, without those never trained on."""
-        rows = self.results[(self.results["study"] == study) & (self.results["domain"] != "")]
-        trained = [name for name in dict.fromkeys(rows["domain"]) if name not in UNSEEN]
-        gains: dict[bool, list[pd.Series]] = {True: [], False: []}
-        for domain in trained:
-            losses = [self.by_seed(study, name, "validation_loss", domain) for name in (other, arm)]
-            gain = losses[0] - losses[1]
-            if gain.notna().any():
-                gains[domain in SPECIALISED].append(gain)
-        if not gains[True] or not gains[False]:
-            return None
-        special, others = (pd.concat(gains[kind], axis=1).mean(axis=1) for kind in (True, False))
-        return over_seeds((special - others).dropna())
-
-    def domain_difference(self, study: str, arm: str, other: str) -> str:
-        return estimate_text(self.domain_contrast(study, arm, other))
-
-    def domain_verdict(self, study: str, arm: str, other: str) -> str:
-        found = self.domain_contrast(study, arm, other)
-        return self.judge((study, arm, other, "domain"), found, "above")
-
-    def forest(self, study: str, reference: str) -> str:
-        """Return a plot of each arm's loss minus the reference's, with its 95 % interval, as SVG."""
-        rows = self.results[self.results["study"] == study]
-        arms = [arm for arm in dict.fromkeys(rows["arm"]) if arm != reference]
-        found = {arm: self.gains(study, arm, reference, "validation_loss", "") for arm in arms}
-        known = sorted(((arm, one) for arm, one in found.items() if one), key=lambda pair: pair[1].mean)
-        return forest_svg(known, reference) if known else f"*Figure: {NOT_RUN}.*"
-
-
-def estimate_text(found: Estimate | None) -> str:
-    """Return "0.012 [0.001, 0.023]": the mean over seeds and its 95 % interval."""
-    if found is None:
-        return NOT_RUN
-    text = f"{found.mean:.3g}"
-    if math.isfinite(found.half):
-        text += f" [{found.low:.3g}, {found.high:.3g}]"
-    return text.replace("-", "−")
-
-
-def forest_svg(rows: list[tuple[str, Estimate]], reference: str) -> str:
-    ends = [value for _, one in rows for value in (one.mean, one.low, one.high) if math.isfinite(value)]
-    low, high = min(0.0, *ends), max(0.0, *ends)
-    span = high - low or 1.0
-
-    def x(value: float) -> float:
-        return LEFT + (WIDTH - LEFT - 20) * (value - low) / span
-
-    height = ROW * (len(rows) + 2)
-    style = "fill='currentColor' font-size='12' font-family='sans-serif'"
-    parts = [
-        f"<svg viewBox='0 0 {WIDTH} {height}' role='img' width='100%' style='max-width:560px'>",
-        f"<line x1='{x(0):.1f}' x2='{x(0):.1f}' y1='0' y2='{height - ROW}' stroke='gray'/>",
-    ]
-    for place, (arm, one) in enumerate(rows):
-        y = ROW * (place + 0.7)
-        half = one.half if math.isfinite(one.half) else 0.0
-        ends_of = f"x1='{x(one.mean - half):.1f}' x2='{x(one.mean + half):.1f}'"
-        parts += [
-            f"<text x='0' y='{y + 4:.1f}' {style}>{html.escape(arm)}</text>",
-            f"<line {ends_of} y1='{y:.1f}' y2='{y:.1f}' stroke='#0072B2' stroke-width='2'/>",
-            f"<circle cx='{x(one.mean):.1f}' cy='{y:.1f}' r='4' fill='#0072B2'/>",
-        ]
-    ends_in_words = f"{low:.3g} to {high:.3g}".replace("-", "−")
-    words = f"loss minus {reference} (nats per token), {ends_in_words}; line: 0"
-    parts.append(f"<text x='0' y='{height - 6}' {style}>{html.escape(words)}</text>")
-    return "".join([*parts, "</svg>"])
-
-
-def render(template: str, results: pd.DataFrame) -> str:
-    """Return the page; the first pass finds the tests, between the passes their p values are corrected."""
-    untuned = "main" not in set(results["study"]) and "untuned" in set(results["study"])
-    if untuned:
-        results = results.replace({"study": {"untuned": "main"}})
-    findings = Findings(results)
-    names = [
-        *("mean", "chance", "difference", "ratio", "seeds", "p", "collapse", "below_target", "verdict"),
-        *("cost_verdict", "size_trend", "size_verdict", "domain_difference", "domain_verdict", "forest"),
-    ]
-    calls: dict[str, Callable[..., str]] = {name: getattr(findings, name) for name in names}
+def render(template: str, studies: list[Tables]) -> str:
+    """Return the page."""
+    results = Results.of(studies)
+    calls: dict[str, Callable[..., str]] = {
+        "claims": lambda kind: claims_table(CLAIMS[kind](results)),
+        "counts": lambda: counts_table(results),
+        "chart": lambda anchor: chart(anchor, results),
+        "sections": lambda: "\n\n".join(
+            section_text(one, results) for one in all_sections(results) if one.tables
+        ),
+        "routers": lambda: routers_table(results.main),
+        "sources": lambda: sources(results).strip() or "No study was run.",
+    }
     # the template is ours, and the page is Markdown: nothing to escape
     page = Environment(undefined=StrictUndefined, keep_trailing_newline=True, autoescape=False)
-    compiled = page.from_string(template)
-    values = {"target_cv": f"{TARGET_CV:g}" if len(results) else "the target"}
-    values["routers_compared"] = UNTUNED if untuned else ""
-    compiled.render(**calls, **values)
-    claims = list(findings.tests)
-    corrected = holm(np.array([findings.tests[claim] for claim in claims])) if claims else []
-    findings.adjusted = {claim: float(p) for claim, p in zip(claims, corrected, strict=True)}
-    return compiled.render(**calls, **values)
+    return page.from_string(template).render(**calls)
+
+
+# --- tables
+
+CLAIMS: dict[str, Callable[[Results], list[Claim]]] = {
+    "hypotheses": numbers.hypotheses,
+    "hash": numbers.hash_claims,
+}
+
+
+def claims_table(claims: list[Claim]) -> str:
+    rows = []
+    for one in claims:
+        evidence = [f"{one.measure}: {estimate_text(one.number, 4, chance=False)}"]
+        if one.number:
+            p = one.number.p_adjusted
+            evidence += [f"p (Holm) {p_text(p)}"] if math.isfinite(p) else []
+            evidence.append(f"{one.number.seeds} seeds")
+        evidence += [one.why] if one.why else []
+        title = f"{one.name}: {one.claim}" if one.name else one.claim
+        rows.append((cell(title), one.verdict, cell("; ".join(evidence))))
+    return table(("claim", "verdict", "evidence"), rows)
+
+
+def counts_table(results: Results) -> str:
+    """Return published claims that a count decides, without a test."""
+    collapse = [f"{title} {collapsed_text(results.main, arm)}" for arm, title in SHOWN.items()]
+    worst = [numbers.worst_cv(results.sweep, arm) for arm in numbers.finished_arms(results.sweep)]
+    known = [one.mean for one in worst if one]
+    reached = sum(value < TARGET_CV for value in known)
+    balance = f"{reached} of {len(known)} settings; lowest {min(known):.3g}" if known else NOT_RUN
+    rows = [
+        ("Experts do not collapse", f"collapsed layers over all seeds: {'; '.join(collapse)}"),
+        ("The load is even", f"settings whose worst layer has a load CV below the target: {balance}"),
+    ]
+    return table(("claim", "evidence: a count, no test"), rows)
+
+
+def collapsed_text(tables: Tables, arm: str) -> str:
+    found = numbers.collapse_rate(tables, arm)
+    return f"{found.collapsed} of {found.layers}" if found else NOT_RUN
+
+
+def routers_table(tables: Tables) -> str:
+    """Return every arm of the main study: loss, and how it routes."""
+    arms = dict.fromkeys(numbers.trainings(tables)["arm"])
+    rows = []
+    for arm in sorted(arms, key=lambda arm: numbers.by_seed(tables, arm, "validation_loss").mean()):
+        gain = numbers.over_seeds(numbers.loss_gain(tables, BASELINE, arm))
+        cells = [
+            estimate_text(numbers.run_value(tables, arm, "validation_loss"), 4),
+            "reference" if arm == BASELINE else estimate_text(gain, 4, chance=False),
+            *(
+                estimate_text(found, 3, chance=False)
+                if (found := numbers.run_value(tables, arm, name))
+                else ""
+                for name in ("load_cv", "dropped_share")
+            ),
+            str(len(numbers.by_seed(tables, arm, "validation_loss"))),
+        ]
+        rows.append((f"`{arm}`", *cells))
+    heads = ("router", "loss", f"minus `{BASELINE}`", "load CV", "dropped", "seeds")
+    return table(heads, rows or [("all routers", NOT_RUN, NOT_RUN, NOT_RUN, NOT_RUN, "")])
+
+
+def section_text(section: Any, results: Results) -> str:
+    """Return a section of the page Results: text, figure, tables."""
+    anchor = section.anchor.removeprefix("results-")
+    parts = [f"## {section.title}", cell(section.text)]
+    parts += [chart(anchor, results)] if anchor in CHARTS else []
+    parts += [f"**{one['title']}**\n\n{payload_table(one)}" for one in section.tables]
+    return "\n\n".join(parts)
+
+
+def payload_table(payload: Payload) -> str:
+    heads = tuple(cell(column["title"]) for column in payload["columns"])
+    return table(heads, [tuple(cell(value_text(value)) for value in row) for row in payload["rows"]])
+
+
+def value_text(value: Any) -> str:
+    if value is None:
+        return ""
+    text = f"{value:.3g}".replace("-", "−") if isinstance(value, float) else str(value)
+    return text.replace(" ± ", "\u00a0±\u00a0")
+
+
+def table(head: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:
+    lines = [head, tuple("---" for _ in head), *rows]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def cell(text: str) -> str:
+    """Text as it may stand in a cell: no column borders, no HTML, no emphasis by accident."""
+    escaped = html.escape(str(text), quote=False)
+    return "".join(f"\\{letter}" if letter in "|*_[]`" else letter for letter in escaped).rstrip(".") + (
+        "." if str(text).rstrip().endswith(".") else ""
+    )
+
+
+# --- figures: one per table of the page Results
+
+
+def chart(anchor: str, results: Results) -> str:
+    panels, caption = CHARTS[anchor]
+    return figure(panels(results), caption)
+
+
+def hypotheses_panels(results: Results) -> Panels:
+    """Numbers of different units, each over half its interval, signed so that above 0 favours the claim."""
+    rows: list[tuple[str, Estimate | None]] = []
+    for one in numbers.hypotheses(results):
+        found = one.number
+        if found and found.half > 0:
+            distance = SIMILAR_COST - found.mean if one.name == "H4" else found.mean
+            found = Estimate(distance / found.half, 1.0, found.seeds)
+        rows.append((f"{one.name} {one.verdict}", found))
+    return [Dots("Effect over half its interval", rows, 0.0)]
+
+
+def hash_panels(results: Results) -> Panels:
+    found = numbers.tests(results)
+    panels: Panels = []
+    for tables in results.hashes:
+        name = numbers.study_name(tables)
+        rows = [(f"{arm} over {other}", found[name, arm, other]) for _, arm, other in numbers.HASHES]
+        panels.append(Dots(f"Gain in {name} (nats per token)", [row for row in rows if row[1]], 0.0))
+    return panels
+
+
+def significance_panels(results: Results) -> Panels:
+    rows = [(title.split("vs. ")[1], one) for title, _, one in significance_rows(results)]
+    closure = [(arm, numbers.gap_closure(results.main, arm)) for _, arm in ROUTERS]
+    return [
+        Dots("Loss minus SPECTRA (nats per token)", rows, 0.0),
+        Dots("Gap closure (0: dense, 1: dense of total size)", closure, 0.0),
+    ]
+
+
+def performance_panels(results: Results) -> Panels:
+    tables = results.main
+    arms = sorted(
+        numbers.finished_arms(tables), key=lambda arm: numbers.by_seed(tables, arm, "validation_loss").mean()
+    )
+    losses = {arm: numbers.domain_losses(tables, arm) for arm in arms}
+    overall = [(arm, numbers.run_value(tables, arm, "validation_loss")) for arm in arms]
+    panels: Panels = [Dots("All trained domains: loss (nats per token)", overall)]
+    outside = numbers.unseen(tables)
+    for domain in (*numbers.trained_domains(tables), *outside):
+        rows = [
+            (arm, numbers.over_seeds(losses[arm][domain]) if domain in losses[arm] else None) for arm in arms
+        ]
+        panels.append(Dots(f"{domain}{', not trained on' if domain in outside else ''}: loss", rows))
+    return panels
+
+
+def layer_panel(
+    title: str, tables: Tables, arms: list[tuple[str, str]], metric: str, scale: float = 1.0
+) -> Dots:
+    return Dots(
+        title, [(name, numbers.layer_value(tables, arm, metric)) for name, arm in arms], math.nan, scale
+    )
+
+
+def variants_panels(results: Results) -> Panels:
+    arms = [(title, arm) for title, arm, _ in VARIANTS]
+    rates = [(title, numbers.collapse_rate(results.ablation, arm)) for title, arm in arms]
+    rate_rows = [(title, Estimate(one.rate, math.nan, 0) if one else None) for title, one in rates]
+    return [
+        layer_panel("Expert entropy (nats)", results.ablation, arms, "load_entropy"),
+        layer_panel("Expert overlap (%)", results.ablation, arms, "expert_overlap", 100.0),
+        layer_panel("Gram orthogonality × 100", results.ablation, arms, "output_orthogonality", 100.0),
+        Dots("Collapse rate (%)", rate_rows, 0.0, 100.0),
+    ]
+
+
+def overhead_panels(results: Results) -> Panels:
+    timed = next(
+        (one for one in (results.main, results.ablation) if numbers.block_milliseconds(one, METHOD)), {}
+    )
+    if not timed:
+        return []
+    parts = timed["overhead"]
+    parts = parts[parts["router"] == METHOD].sort_values("milliseconds", ascending=False)
+    rows = [(part, point(ms)) for part, ms in zip(parts["component"], parts["milliseconds"], strict=True)]
+    totals = [(title, point(numbers.block_milliseconds(timed, arm))) for arm, title in SHOWN.items()]
+    return [
+        Dots("Parts of SPECTRA's block (ms)", rows, 0.0),
+        Dots("One block (ms)", totals, 0.0),
+    ]
+
+
+def point(value: float | None) -> Estimate | None:
+    return None if value is None else Estimate(float(value), math.nan, 0)
+
+
+def bases_panels(results: Results) -> Panels:
+    arms = [arm.rsplit(": ", 1) for arm in dict.fromkeys(numbers.trainings(results.bases)["arm"])]
+    panels: Panels = []
+    for base in dict.fromkeys(names[0] for names in arms if len(names) > 1):
+        rows = [
+            (router, numbers.run_value(results.bases, f"{base}: {router}", "validation_loss"))
+            for name, router in (names for names in arms if len(names) > 1)
+            if name == base
+        ]
+        panels.append(Dots(f"{base}: loss (nats per token)", rows))
+    return panels
+
+
+def experts_panels(results: Results) -> Panels:
+    tables = results.experts
+    counts = numbers.axis_values(tables, "experts")
+    labels = {math.log2(count): f"{count:g}" for count in counts}
+    panels: Panels = []
+    loss = {
+        title: [
+            (math.log2(count), one)
+            for count in counts
+            if (
+                one := numbers.run_value(
+                    tables, numbers.arm_at(tables, router, "experts", count), "validation_loss"
+                )
+            )
+        ]
+        for router, title in SHOWN.items()
+    }
+    panels.append(Lines("Loss (nats per token) by number of experts", loss, labels))
+    arms = [
+        (f"{count:g} experts", numbers.arm_at(tables, METHOD, "experts", count) or "") for count in counts
+    ]
+    panels.append(layer_panel("SPECTRA: expert entropy (nats)", tables, arms, "load_entropy"))
+    panels.append(
+        layer_panel("SPECTRA: Gram orthogonality × 100", tables, arms, "output_orthogonality", 100.0)
+    )
+    return panels
+
+
+def sweep_panels(results: Results) -> Panels:
+    arms = [(arm.removeprefix(f"{METHOD} "), arm) for arm in sorted(numbers.finished_arms(results.sweep))]
+    worst = [(title, numbers.worst_cv(results.sweep, arm)) for title, arm in arms]
+    losses = [(title, numbers.run_value(results.sweep, arm, "validation_loss")) for title, arm in arms]
+    return [
+        Dots("Load CV of the worst layer", worst, TARGET_CV),
+        Dots("Loss (nats per token)", losses),
+    ]
+
+
+def stability_panels(results: Results) -> Panels:
+    tables = results.main
+    measures = {
+        "consistency": ("Routing consistency (ideal: 1)", 1.0),
+        "usage_sigma": ("Usage σ (ideal: 0)", 0.0),
+        "kendall_tau": ("Kendall τ of usage (ideal: 1)", 1.0),
+    }
+    panels: Panels = [
+        Dots(title, [(name, numbers.run_value(tables, arm, metric)) for name, arm in ROUTERS], ideal)
+        for metric, (title, ideal) in measures.items()
+    ]
+    return [*panels, *(layer_panel(title, tables, ROUTERS, metric) for metric, title in FFN.items())]
+
+
+def failures_panels(results: Results) -> Panels:
+    tables = results.main
+    mixed = {arm: numbers.mixed_documents(tables, arm) for arm in SHOWN}
+    moved = {arm: numbers.turnover(tables, arm) for arm in SHOWN}
+    rare = {arm: numbers.rare_experts(tables, arm) for arm in SHOWN}
+    ratio = {
+        arm: None if found is None else numbers.over_seeds(found["early"] / found["late"])
+        for arm, found in moved.items()
+    }
+    outside = {arm: numbers.unseen_losses(tables, arm) for arm in SHOWN}
+    domains = dict.fromkeys(domain for found in outside.values() for domain in found)
+    return [
+        Dots(
+            "Ambiguous context: nats lost", [(SHOWN[arm], one and one[1]) for arm, one in mixed.items()], 0.0
+        ),
+        *(
+            Dots(
+                f"{domain}: loss minus {DENSE_ACTIVE}",
+                [(SHOWN[arm], one.get(domain)) for arm, one in outside.items()],
+                0.0,
+            )
+            for domain in domains
+        ),
+        Dots("Early over late change of usage", [(SHOWN[arm], one) for arm, one in ratio.items()], 1.0),
+        Dots("Rare experts (%)", [(SHOWN[arm], one and one[0]) for arm, one in rare.items()], 0.0, 100.0),
+    ]
+
+
+MEANS = "Means over seeds with intervals"
+CHARTS: dict[str, tuple[Callable[[Results], Panels], str]] = {
+    "answers": (
+        hypotheses_panels,
+        "Each number over half its interval: right of the line favours the hypothesis, and a bar that "
+        "crosses the line does not exclude its value of no effect, even before the correction.",
+    ),
+    "hash": (hash_panels, f"{MEANS}; right of the line the first arm is better."),
+    "significance": (significance_panels, f"{MEANS}, paired by seed; right of the line SPECTRA is better."),
+    "performance": (performance_panels, f"{MEANS}; less is better. Rows by overall loss."),
+    "variants": (variants_panels, f"{MEANS} and layers; grey: chance, or balanced load."),
+    "overhead": (overhead_panels, "Median time of a forward pass in training mode."),
+    "bases": (bases_panels, f"{MEANS}; less is better."),
+    "experts": (experts_panels, f"{MEANS}; grey: chance, or balanced load."),
+    "sweep": (sweep_panels, f"{MEANS}; the line is the target, grey is balanced random routing."),
+    "stability": (stability_panels, f"{MEANS}; lines: ideal."),
+    "failures": (failures_panels, f"{MEANS}; lines: no failure."),
+}

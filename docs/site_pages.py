@@ -5,7 +5,6 @@ mkdocs runs this file as its hook (`make docs`). A verb or column that is added 
 
 from __future__ import annotations
 
-import html
 import re
 import sys
 from pathlib import Path
@@ -22,7 +21,7 @@ from moescope.verbs import OTHERS, VERBS, load_verb
 DOCS = Path(__file__).parent
 sys.path.insert(0, str(DOCS))
 
-from findings import read_results, render  # noqa: E402
+from findings import PAGES, cell, read_results, render, table  # noqa: E402
 from pictures import PICTURES, RUNS  # noqa: E402
 
 CONCEPTS = ["alignment", "nulls", "ambiguity", "routing", "merging"]
@@ -31,7 +30,7 @@ RECORDS = {name: load_verb(name) for name in [*(name for name, _, _ in VERBS), *
 
 def on_config(config: Any) -> Any:
     """Set the navigation; a page in docs/ that is listed nowhere joins the guides."""
-    findings = ["findings.md", "case_study.md", "routers.md", "benchmarks.md"]
+    findings = ["findings.md", "results.md", "case_study.md", "routers.md", "benchmarks.md"]
     guides = ["monitor.md", "lab.md", "faq.md"]
     listed = {"index.md", *findings, *guides}
     guides += sorted(path.name for path in DOCS.glob("*.md") if path.name not in listed)
@@ -63,8 +62,8 @@ def on_files(files: Any, config: Any) -> Any:
 
 
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
-    """Compute the numbers of the findings from the stored results of studies."""
-    return render(markdown, read_results()) if page.file.src_uri == "findings.md" else markdown
+    """Compute the numbers of these pages from the stored results of studies."""
+    return render(markdown, read_results()) if page.file.src_uri in PAGES else markdown
 
 
 def on_post_build(config: Any) -> None:
@@ -176,19 +175,6 @@ def meaning(column: Column) -> str:
     ]
     facts += [f"Misleads: {cell(column.misleads)}"] if column.misleads else []
     return " ".join(facts)
-
-
-def table(head: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:
-    lines = [head, tuple("---" for _ in head), *rows]
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
-
-
-def cell(text: str) -> str:
-    """Text as it may stand in a cell: no column borders, no HTML, no emphasis by accident."""
-    escaped = html.escape(str(text), quote=False)
-    return "".join(f"\\{letter}" if letter in "|*_[]`" else letter for letter in escaped).rstrip(".") + (
-        "." if str(text).rstrip().endswith(".") else ""
-    )
 
 
 # --- Python, gallery

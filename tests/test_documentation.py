@@ -226,10 +226,7 @@ def test_every_picture_has_a_command_and_every_command_a_small_picture():
         for target in re.findall(
             r"(?:\]\(|src=\")([^)\"]+\.(?:webp|png|svg))", page.read_text(encoding="utf-8")
         ):
-            if target not in (
-                "growth.svg",
-                "routers.svg",
-            ):  # by `make bench-growth` and a study; their pages say so
+            if target != "growth.svg":  # by `make bench-growth`; its page says so
                 assert Path(target).name in made, f"{page.name}: {target}"
 
 

@@ -1,146 +1,210 @@
-"""docs/findings.md: every number is computed from the results of studies, none is typed in."""
+"""Pages made of the results of studies: no number is typed in, and every page has the same verdicts."""
 
 from __future__ import annotations
 
+import html
 import importlib.util
 import re
 import sys
 from pathlib import Path
 from types import ModuleType
+from xml.etree import ElementTree
 
 import numpy as np
 import pandas as pd
 import pytest
-from scipy import stats
+
+from lab.study_runs import more_arms, router_arms, study_run, write_table
+from moescope.lab.report_study import overlay
+from moescope.run import Run
 
 DOCS = Path(__file__).parents[1] / "docs"
-# digits in names: hypotheses, arms, option names
-NAMES = re.compile(r"\bH\d\b|\btop2\w*|`[^`]*`")
+PAGES = ("findings.md", "results.md", "routers.md")
+# digits in names: hypotheses, published routers, arms, option names
+NAMES = re.compile(r"\bH\d\b|\bTop-\d\b|\btop2\w*|\bx4\b|`[^`]*`")
+
+
+def load(path: Path) -> ModuleType:
+    sys.path.insert(0, str(path.parent))
+    spec = importlib.util.spec_from_file_location(f"{path.parent.name}_{path.stem}", path)
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    sys.path.remove(str(path.parent))
+    return module
 
 
 @pytest.fixture(scope="module")
 def findings() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("docs_findings", DOCS / "findings.py")
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    return module
+    return load(DOCS / "findings.py")
 
 
-def template() -> str:
-    return (DOCS / "findings.md").read_text(encoding="utf-8")
+@pytest.fixture(scope="module")
+def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Two studies as studies/run.py stores them, some claims near the level."""
+    folder = tmp_path_factory.mktemp("studies")
+    results = load(DOCS.parent / "studies" / "run.py").results
+    ablations = [{**arm, "question": "main"} for arm in router_arms(["spectra", "top2"])]
+    for name, shift in (("Expression", 0.006), ("GRU", 0.007), ("SpecialityPenalty", 0.02), ("Ortho", 0.05)):
+        ablations.append({**more_arms()[0], "name": f"spectra-{name}", "shift": shift})
+    designs = {
+        "main": router_arms(["top2", "spectra", "hash", "switch_top1", "dense"]),
+        "ablation": ablations,
+    }
+    for name, arms in designs.items():
+        (folder / name).mkdir()
+        run = study_run(folder / name / "run", arms, seeds=8, seed=len(name))
+        runs = run.table("study_runs")
+        generator = np.random.default_rng(3)
+        method = runs["arm"] == "spectra"
+        runs["consistency"] = 0.8 + 0.01 * method + 0.01 * generator.standard_normal(len(runs))
+        runs["tokens_per_second"] = 2e4 * (1 - 0.12 * method + 0.02 * generator.standard_normal(len(runs)))
+        runs["unigram_loss"] = 2.5
+        write_table("study_runs", runs, run.path / "study_runs.parquet")
+        results(name, folder / name / "run").to_parquet(folder / name / "results.parquet")
+    return folder
+
+
+def template(page: str) -> str:
+    return (DOCS / page).read_text(encoding="utf-8")
 
 
 def typed_numbers(text: str) -> list[str]:
     return re.findall(r".{0,20}\d.{0,20}", NAMES.sub("", text))
 
 
-def results(losses: dict[str, list[float]], study: str = "main", **more) -> pd.DataFrame:
-    rows = []
-    for arm, values in losses.items():
-        for seed, value in enumerate(values):
-            keys = {"study": study, "question": "main", "arm": arm, "seed": seed, "status": "done"}
-            keys |= {"layer": None, "domain": "", "chance": None}
-            rows.append({**keys, "metric": "validation_loss", "value": value})
-            rows += [
-                {**keys, "metric": name, "value": of[arm][seed]} for name, of in more.items() if arm in of
-            ]
-    return pd.DataFrame(rows)
+# --- no number is typed in
 
 
-def test_without_results_the_page_has_no_number(findings: ModuleType):
-    page = findings.render(template(), findings.read_results(Path("no such folder")))
-    assert typed_numbers(page) == []
-    assert "not run" in page
-    assert "confirmed |" not in page
+@pytest.mark.parametrize("page", PAGES)
+def test_no_number_stands_in_a_page(page: str):
+    assert typed_numbers(template(page)) == []
+
+
+@pytest.mark.parametrize("page", ["findings.md", "routers.md"])
+def test_without_results_a_page_has_no_number(findings: ModuleType, page: str):
+    text = findings.render(template(page), findings.read_results(Path("no such folder")))
+    assert typed_numbers(text) == []
+    assert "not run" in text
+    assert "confirmed |" not in text
+
+
+def test_without_results_every_figure_and_cell_says_so(findings: ModuleType):
+    page = findings.render(template("results.md"), findings.read_results(Path("no such folder")))
+    assert page.count("*Figure: not run.*") == len(findings.CHARTS)
+    assert "<svg" not in page
+    for line in page.splitlines():
+        if line.startswith("| ") and not line.startswith(("| Ideal", "| ---")):
+            assert not re.search(r"\| [−\d.]+( ±|  ?\|)", line.split("|", 2)[2]), line
 
 
 @pytest.mark.parametrize("typed", ["better by 0.02 nats", '{{ "5 seeds" }}', "{{ 0.02 }}"])
-def test_a_number_that_was_typed_in_is_found(findings: ModuleType, typed: str):
-    nothing = findings.read_results(Path("no such folder"))
-    assert typed_numbers(findings.render(f"{template()}\n{typed}\n", nothing))
+def test_a_number_that_was_typed_in_is_found(typed: str):
+    assert typed_numbers(f"{template('findings.md')}\n{typed}\n")
 
 
-def test_a_difference_is_paired_and_its_interval_scipys(findings: ModuleType):
-    losses = {"top2": [2.5, 2.42, 2.61, 2.55, 2.47], "spectra": [2.4, 2.3, 2.52, 2.44, 2.38]}
-    page = findings.render(
-        '{{ difference("main", "spectra", "top2", "validation_loss") }};{{ seeds("main", "spectra") }}',
-        results(losses),
+# --- one p and one verdict per claim
+
+
+def hypotheses_of(page: str) -> dict[str, tuple[str, ...]]:
+    """Return verdict, number and p of each hypothesis on the page."""
+    found = {}
+    for line in html.unescape(page).splitlines():
+        if re.match(r"\| H\d", line):
+            claim, verdict, evidence = line.strip("| ").split(" | ")
+            number = re.search(r"−?\d\.\d{4} ± \d\.\d{4}|not run", evidence).group()
+            p = re.search(r"p \(Holm\) ([^;]+);", evidence)
+            found[claim[:2]] = (verdict, number, p.group(1) if p else "")
+    return found
+
+
+def test_the_report_and_the_site_judge_every_claim_alike(findings: ModuleType, store: Path):
+    page = hypotheses_of(findings.render(template("findings.md"), findings.read_results(store)))
+    runs = [Run.load(folder / "run") for folder in sorted(store.iterdir())]
+    sections = {section.anchor: section for section in overlay(runs)}
+    rows = sections["results-answers"].tables[0]["rows"]
+    assert page == {row[0][:2]: tuple(row[1:4]) for row in rows}
+    assert {verdict for verdict, *_ in page.values()} == {"not testable", "confirmed", "refuted"}
+    # H1 is a row of the significance table too
+    (same,) = (row for row in sections["results-significance"].tables[0]["rows"] if "Switch Top-2" in row[0])
+    assert (same[1], same[3]) == page["H1"][1:]
+
+
+def test_claims_rest_on_the_stored_results(findings: ModuleType, store: Path, tmp_path: Path):
+    changed = pd.read_parquet(store / "main" / "results.parquet")
+    better = (changed["arm"] == "spectra") & (changed["metric"] == "validation_loss")
+    (tmp_path / "main").mkdir()
+    changed["value"] -= 0.3 * better
+    changed.to_parquet(tmp_path / "main" / "results.parquet")
+    before = hypotheses_of(findings.render(template("findings.md"), findings.read_results(store)))
+    after = hypotheses_of(findings.render(template("findings.md"), findings.read_results(tmp_path)))
+    assert after["H1"][0] == "confirmed"
+    moved = [float(one["H1"][1].split(" ")[0].replace("−", "-")) for one in (before, after)]
+    assert moved[1] - moved[0] == pytest.approx(0.3, abs=2e-4)
+
+
+# --- figures
+
+
+def test_every_table_of_the_results_has_a_figure_and_its_points_are_in_place(
+    findings: ModuleType, store: Path
+):
+    studies = findings.read_results(store)
+    page = findings.render(template("results.md"), studies)
+    drawings = [ElementTree.fromstring(svg) for svg in re.findall(r"<svg.*?</svg>", page)]
+    titles = [drawing.get("aria-label") for drawing in drawings]
+    for word in ("Effect", "minus SPECTRA", "loss", "overlap", "block", "consistency", "Rare experts"):
+        assert any(word in title for title in titles), word
+    (overall,) = (one for one in drawings if one.get("aria-label").startswith("All trained domains"))
+    runs = studies[1]["study_runs"]
+    runs = runs[runs["validation_loss"] < runs["unigram_loss"]]
+    assert len(runs) < 5 * 8
+    means = runs.groupby("arm")["validation_loss"].mean().sort_values()
+    names = [one.text for one in overall.iter("text") if one.text in means.index]
+    assert names == list(means.index)
+    places = np.array([float(one.get("cx")) for one in overall.iter("circle")])
+    ticks = [one for one in overall.iter("text") if re.fullmatch(r"\d\.\d+", one.text)]
+    line = np.polyfit([float(one.text) for one in ticks], [float(one.get("x")) for one in ticks], 1)
+    assert places == pytest.approx(np.polyval(line, means.to_numpy()), abs=1.0)
+
+
+def test_charts_of_a_single_seed_and_of_equal_values_are_drawn(findings: ModuleType):
+    charts = sys.modules["charts"]
+    one = findings.Estimate(2.0, float("nan"), 1)
+    svg = charts.Dots("a < b", [("top2", one), ("hash", one), ("some", None)]).svg()
+    assert len(ElementTree.fromstring(svg).findall("circle")) == 2
+    assert "not run" in svg
+    assert charts.Dots("none", [("some", None)]).svg() == ""
+
+
+def test_the_routers_page_lists_losses_paired_with_the_reference(findings: ModuleType, store: Path):
+    studies = findings.read_results(store)
+    page = findings.render(template("routers.md"), studies)
+    runs = studies[1]["study_runs"]
+    counted = runs[runs["validation_loss"] < runs["unigram_loss"]]
+    losses = counted.pivot(index="seed", columns="arm", values="validation_loss")
+    row = next(line for line in page.splitlines() if line.startswith("| `hash`"))
+    assert f"{losses['hash'].mean():.4f} ±" in row
+    assert f"{(losses['hash'] - losses['top2']).mean():.4f} ±" in row
+
+
+def test_a_task_of_lm_eval_and_an_existing_model_are_shown(findings: ModuleType):
+    rows = [("dense, upcycled: top2", seed, 3.0 + 0.1 * seed, 0.5) for seed in range(3)]
+    rows += [("dense, upcycled: spectra", seed, 2.7 + 0.1 * seed, 0.75) for seed in range(3)]
+    keys = {"study": "existing", "question": "main", "status": "done", "layer": None, "domain": ""}
+    long = pd.DataFrame(
+        [
+            {**keys, "arm": arm, "seed": seed, "metric": metric, "value": value, "chance": np.nan}
+            for arm, seed, loss, accuracy in rows
+            for metric, value in (("validation_loss", loss), ("task:brackets acc", accuracy))
+        ]
     )
-    gaps = np.subtract(losses["spectra"], losses["top2"])
-    low, high = stats.t.interval(0.95, 4, gaps.mean(), stats.sem(gaps))
-    assert page.replace("−", "-") == f"{gaps.mean():.3g} [{low:.3g}, {high:.3g}];5 seeds"
-
-
-def test_verdicts_are_corrected_for_all_claims_of_the_page(findings: ModuleType):
-    base = np.array([2.5, 2.42, 2.61, 2.55, 2.47])
-    noise = np.array([0.02, -0.01, 0.015, -0.02, 0.0])
-    losses = {"top2": base, "spectra": base - 0.018 + noise, "hash": base - 0.016 + np.roll(noise, 1)}
-    frame = results({arm: list(values) for arm, values in losses.items()})
-    names = '"main", "%s", "top2", "validation_loss"'
-    claim = f'{{{{ verdict({names}, "below") }}}} {{{{ p({names}) }}}}'
-    first, second = (stats.ttest_rel(losses[arm], losses["top2"]).pvalue for arm in ("spectra", "hash"))
-    assert min(first, second) < 0.05 or max(first, second) < 0.2  # near the level
-    alone = findings.render(claim % ("spectra", "spectra"), frame)
-    both = findings.render(claim % ("spectra", "spectra") + "\n" + claim % ("hash", "hash"), frame)
-    assert alone.endswith(f"p = {first:.2g}")
-    smaller, larger = sorted([first, second])
-    holm = {smaller: 2 * smaller, larger: max(larger, 2 * smaller)}
-    assert both.split("\n")[0].endswith(f"p = {holm[first]:.2g}")
-
-
-def test_a_clear_difference_is_confirmed_or_refuted_and_four_seeds_are_neither(findings: ModuleType):
-    base = np.array([2.5, 2.42, 2.61, 2.55, 2.47])
-    losses = {"top2": list(base), "spectra": list(base - 0.1 + 0.001 * np.arange(5))}
-    line = '{{ verdict("main", "spectra", "top2", "validation_loss", "%s") }}'
-    assert findings.render(line % "below", results(losses)) == "confirmed"
-    assert findings.render(line % "above", results(losses)) == "refuted"
-    four = {arm: values[:4] for arm, values in losses.items()}
-    assert findings.render(line % "below", results(four)) == "not testable"
-
-
-def test_an_untuned_study_stands_in_for_the_tuned_one_and_the_page_says_so(findings: ModuleType):
-    losses = {"top2": [2.5, 2.4], "spectra": [2.2, 2.1]}
-    line = '{{ difference("main", "spectra", "top2", "validation_loss") }}{{ routers_compared }}'
-    untuned = results(losses, "untuned")
-    page = findings.render(line, untuned)
-    assert page.startswith("−0.3")
-    assert "`untuned`" in page
-    tuned = results({"top2": [2.5, 2.4], "spectra": [2.4, 2.3]})
-    assert findings.render(line, pd.concat([untuned, tuned])).startswith("−0.1")
-    assert "untuned" not in findings.render(line, pd.concat([untuned, tuned]))
-
-
-def test_the_gain_per_doubling_by_hand(findings: ModuleType):
-    sizes = {"S": (1000, 0.01), "M": (2000, 0.03), "L": (4000, 0.05)}  # 0.02 per doubling
-    losses = {f"top2 {size}": [2.5] * 2 for size in sizes}
-    losses |= {f"spectra {size}": [2.5 - gain, 2.5 - 3 * gain] for size, (_, gain) in sizes.items()}
-    active = {arm: [sizes[arm[-1]][0]] * 2 for arm in losses}
-    frame = results(losses, "scaling_size", parameters_active=active)
-    page = findings.render('{{ size_trend("scaling_size", "spectra", "top2", "S", "M", "L") }}', frame)
-    assert float(page.split(" ")[0]) == pytest.approx((0.02 + 0.06) / 2)
-
-
-@pytest.mark.parametrize(("speed", "verdict"), [(0.98, "confirmed"), (0.5, "refuted")])
-def test_the_cost_is_judged_by_the_speed_of_training(findings: ModuleType, speed: float, verdict: str):
-    fast = [1000.0, 1010.0, 990.0, 1005.0, 995.0]
-    slow = [speed * one + shift for one, shift in zip(fast, (1, -1, 2, 0, -2), strict=True)]
-    losses = {"top2": [2.5] * 5, "spectra": [2.4] * 5}
-    frame = results(losses, tokens_per_second={"top2": fast, "spectra": slow})
-    assert findings.render('{{ cost_verdict("main", "spectra", "top2") }}', frame) == verdict
-
-
-def test_a_training_behind_the_unigram_baseline_does_not_count(findings: ModuleType):
-    losses = {"top2": [2.5, 2.4], "spectra": [2.2, 3.0]}
-    frame = results(losses, unigram_loss={"top2": [2.8, 2.8], "spectra": [2.8, 2.8]})
-    page = findings.render('{{ difference("main", "spectra", "top2", "validation_loss") }}', frame)
-    assert page == "−0.3"
-
-
-def test_every_study_and_arm_of_the_page_is_in_a_design():
-    called = re.findall(r'\("(\w+)", "([^"]+)"(?:, "([^"]+)")?', template())
-    designs = {path.parent.name: path.read_text() for path in DOCS.parent.glob("studies/*/study.toml")}
-    for study, arm, _ in called:
-        assert study in designs, study
-        name = arm.split(" ")[0].split("-")[0]
-        assert name in designs[study], (study, arm)
+    page = findings.render(template("results.md"), [findings.numbers.from_long(long)])
+    page = page.replace("\u00a0", " ")
+    (base,) = (line for line in page.splitlines() if line.startswith("| dense, upcycled |"))
+    gain = np.mean([0.3 / (3.0 + 0.1 * seed) for seed in range(3)])
+    assert f"| {100 * gain:.2f} ±" in base
+    assert "| not run | 3.1000 ± " in base  # untouched
+    assert "dense, upcycled: untouched" in page.replace("SPECTRA", "spectra")
+    assert "| dense, upcycled: spectra | brackets acc | 0.750 ± 0.000 |" in page
+    assert "lm-eval: not run" not in page

@@ -10,25 +10,39 @@ import pandas as pd
 
 from moescope.lab import results as numbers
 from moescope.lab.figures_results import EXPERT_MAPS, QUOTA, USAGE
+from moescope.lab.figures_study import TARGET_CV
 from moescope.lab.figures_study_curves import CURVE_FIGURES
+from moescope.lab.report_cases import failures_section, spans_section
+from moescope.lab.report_cells import (
+    TAB,
+    Heads,
+    absent,
+    arm_cell,
+    cell,
+    minus,
+    p_text,
+    percent,
+    reasons,
+    section,
+)
 from moescope.lab.results import (
     BASELINE,
     DENSE_ACTIVE,
     DENSE_TOTAL,
+    EQUAL_FLOPS,
     METHOD,
     NOT_RUN,
     ROUTERS,
     VARIANTS,
+    Claim,
     Estimate,
     Results,
     finished_arms,
 )
-from moescope.lab.study_statistics import UNTRAINED
 from moescope.plotting.style import capital, listed, number
 from moescope.reporting.pack import plain_table
 from moescope.verb import FigureSpec, Payload, Section, Tables
 
-TAB = "results"
 PARTS = {  # component of the overhead table -> row of the published one
     "gru": "GRU forward",
     "projection": "Expression projection",
@@ -39,106 +53,51 @@ PARTS = {  # component of the overhead table -> row of the published one
 }
 BASES = ("dense small, upcycled", "dense medium, upcycled", "existing MoE")
 NO_HARNESS = (
-    "Tasks of lm-eval: not run. Their data are not on a machine without network; the loss on held-out text "
-    "stands for them."
+    "Tasks of lm-eval: not run, as no training here was evaluated with them (train --base --tasks); the "
+    "data of public tasks come over the network."
 )
-SPANS_OF = 2  # documents
-Heads = list[tuple[str, str, str]]
+TASK = "task:"  # columns of study_runs with results of lm-eval
+FFN = {  # metrics of study_layers
+    "ffn_rms": "FFN activation, RMS",
+    "ffn_kurtosis": "FFN activation, kurtosis",
+    "ffn_peak": "FFN activation, max/RMS",
+    "ffn_sparsity": "FFN activation, share near 0",
+}
+NO_FFN = "FFN activation statistics: not measured. "
 
 
 def results_sections(studies: list[Tables]) -> list[Section]:
-    """Return the sections of the page: the answers, then tables and figures in the paper's order.
-
-    Studies without the paper's method have no such page.
-    """
+    """Return the sections of the page; studies without the paper's method have no such page."""
     if not any(METHOD in finished_arms(tables) for tables in studies):
         return []
-    results = Results.of(studies)
+    return all_sections(Results.of(studies))
+
+
+def all_sections(results: Results) -> list[Section]:
+    """Return the answers, then tables and figures in the paper's order."""
     return [
         hypotheses_section(results),
+        hash_section(results),
         significance_section(results),
-        performance_section(results.main),
+        performance_section(results.main, results.bases),
         variants_section(results.ablation),
         *figure_sections(results),
         overhead_section(results),
         bases_section(results.bases),
         experts_section(results.experts),
+        sweep_section(results.sweep),
         stability_section(results.main),
         spans_section(results.main),
         failures_section(results.main),
     ]
 
 
-def section(anchor: str, title: str, text: str, *tables: Payload, **more: Any) -> Section:
-    return Section(f"results-{anchor}", title, text, tables=list(tables), tab=TAB, **more)
-
-
-# --- cells
-
-
-def cell(found: Estimate | None, decimals: int = 3, scale: float = 1.0, chance: bool = True) -> str:
-    """Return "mean ± half (chance)"; a number without seeds is not run."""
-    if found is None:
-        return NOT_RUN
-    text = minus(f"{scale * found.mean:.{decimals}f}")
-    if math.isfinite(found.half):
-        text += f" ± {scale * found.half:.{decimals}f}"
-    if chance and math.isfinite(found.chance):
-        text += f" ({minus(f'{scale * found.chance:.{decimals}f}')})"
-    return text
-
-
-def minus(text: str) -> str:
-    return text.replace("-", "−")
-
-
-def percent(value: float, decimals: int = 1) -> str:
-    return minus(f"{100 * value:.{decimals}f} %")
-
-
-def absent(tables: Tables, arm: str) -> str:
-    """Return why an arm has no number: failed, or not run; empty if it has some."""
-    if arm in numbers.finished_arms(tables):
-        return ""
-    runs = tables.get("study_runs")
-    status = [] if runs is None else list(runs.loc[runs["arm"] == arm, "status"])
-    if "failed" in status:
-        return "failed"
-    return UNTRAINED if "done" in status else NOT_RUN
-
-
-def arm_cell(tables: Tables, arm: str, found: Estimate | None, *format_: Any, **more: Any) -> str:
-    return absent(tables, arm) or ("not measured" if found is None else cell(found, *format_, **more))
-
-
-def reasons(tables: Tables, rows: list[tuple[str, str]]) -> str:
-    """Say which rows have no numbers and why; empty if all have."""
-    known = set(tables["study_runs"]["arm"]) if tables else set()
-    by_reason: dict[str, list[str]] = {}
-    for title, arm in rows:
-        why = absent(tables, arm)
-        if why == NOT_RUN and arm not in known:
-            why = f"not run, as no study on this page has an arm {arm!r}"
-        elif why == NOT_RUN:
-            why = "not run, as the study is not finished"
-        if why:
-            by_reason.setdefault(why, []).append(title)
-    if not known and rows:
-        return "Not run: no study on this page has these arms."
-    # one sentence per reason; arms without a study have a reason each
-    lacking = [titles[0] for why, titles in by_reason.items() if "has an arm" in why]
-    others = [f"{listed(titles)}: {why}." for why, titles in by_reason.items() if "has an arm" not in why]
-    start = f"Not run: {listed(lacking)}; no study on this page has such an arm. " if lacking else ""
-    return f"{start}{' '.join(others)}".strip()
-
-
 # --- answers
 
 
-def hypotheses_section(results: Results) -> Section:
-    found = numbers.hypotheses(results)
+def claims_table(name: str, title: str, head: str, found: list[Claim]) -> Payload:
     heads: Heads = [
-        ("hypothesis", "hypothesis", "sentence"),
+        ("claim", head, "sentence"),
         ("verdict", "verdict", "text"),
         ("number", "number that decides", "text"),
         ("study_comparisons.p_adjusted", "p, Holm", "text"),
@@ -147,24 +106,44 @@ def hypotheses_section(results: Results) -> Section:
     ]
     rows = [
         [
-            f"{one.name}: {one.claim}",
+            f"{one.name}: {one.claim}" if one.name else one.claim,
             one.verdict,
             cell(one.number, 4, chance=False),
-            p_text(one.p_adjusted),
-            (one.number.seeds or None) if one.number else None,
+            p_text(one.number.p_adjusted) if one.number else "",
+            one.number.seeds if one.number else None,
             one.measure + (f"; {one.why}" if one.why else ""),
         ]
         for one in found
     ]
+    return plain_table(name, title, heads, rows)
+
+
+def hypotheses_section(results: Results) -> Section:
+    found = numbers.hypotheses(results)
     counts = Counter(one.verdict for one in found)
     verdicts = [f"{counts[name]} {name}" for name in ("confirmed", "refuted", "not testable") if counts[name]]
     text = (
         f"Of seven published hypotheses here: {listed(verdicts)}. Numbers are means over seeds with 95 % "
-        "intervals; no effect: 0. H1 to H3, H6 and H7 are Holm-corrected together. Above 0 favours the "
-        f"hypothesis, except for H4.{sources(results)}"
+        "intervals; no effect: 0. Above 0 favours the hypothesis; H4: below 0.1. "
+        f"{family(results)}{sources(results)}"
     )
-    return section(
-        "answers", "Hypotheses", text, plain_table("results_hypotheses", "6.10 Hypotheses", heads, rows)
+    table = claims_table("results_hypotheses", "6.10 Hypotheses", "hypothesis", found)
+    return section("answers", "Hypotheses", text, table)
+
+
+def hash_section(results: Results) -> Section:
+    text = f"Above 0 favours the claim; no effect: 0. {family(results)}"
+    table = claims_table("results_hash", "Hash routing", "claim", numbers.hash_claims(results))
+    return section("hash", "Hash routing", text, table)
+
+
+def family(results: Results) -> str:
+    """Say which tests are corrected together: they are the same in every table."""
+    tested = [one for one in numbers.tests(results).values() if one and math.isfinite(one.p_adjusted)]
+    return (
+        f"Holm-corrected together with all {len(tested)} tests of this page."
+        if tested
+        else "Nothing is tested."
     )
 
 
@@ -176,15 +155,10 @@ def sources(results: Results) -> str:
         "number of experts": results.experts,
         "sizes": results.sizes,
         "base models": results.bases,
+        "sweep": results.sweep,
     }
-    named = [f"{part} {tables['study_name']['name'].iloc[0]}" for part, tables in parts.items() if tables]
+    named = [f"{numbers.study_name(tables)} ({part})" for part, tables in parts.items() if tables]
     return f" Studies: {', '.join(named)}." if named else ""
-
-
-def p_text(p: float) -> str:
-    if not math.isfinite(p):
-        return ""
-    return f"{p:.2g}" if p >= 1e-4 else "< 0.0001"
 
 
 def significance_section(results: Results) -> Section:
@@ -198,35 +172,43 @@ def significance_section(results: Results) -> Section:
         ("gap_closure", "gap closure", "text"),
         ("seeds", "seeds", "int"),
     ]
-    found = numbers.comparisons(results)
+    found = significance_rows(results)
     closure = numbers.gap_closure(results.main, METHOD)
-    dense = "SPECTRA vs. Dense (active size)"
     gap = "no gap" if no_gap(results.main).startswith("No gap") else NOT_RUN
     rows = []
-    for one in found:
-        difference = one.difference
+    for title, arm, one in found:
         rows.append(
             [
-                one.title,
-                cell(difference, 4, chance=False),
-                p_text(difference.p_value) if difference else NOT_RUN,
-                p_text(one.p_adjusted) if difference else NOT_RUN,
-                one.stars,
-                one.hedges_g if difference else None,
-                (cell(closure, 2, chance=False) if closure else gap) if one.title == dense else "",
-                difference.seeds if difference else None,
+                title,
+                cell(one, 4, chance=False),
+                p_text(one.p_value) if one else NOT_RUN,
+                p_text(one.p_adjusted) if one else NOT_RUN,
+                numbers.stars(one),
+                one.hedges_g if one else None,
+                (cell(closure, 2, chance=False) if closure else gap) if arm == DENSE_ACTIVE else "",
+                one.seeds if one else None,
             ]
         )
     text = (
-        "Above 0 SPECTRA is better. Paired t tests over seeds, Holm-corrected for all rows; *** p < 0.001, "
-        "** p < 0.01, * p < 0.05. Gap closure: 0 is the dense model of active size, 1 that of total size."
+        f"Above 0 SPECTRA is better. Paired t tests over seeds. {family(results)} *** p ≤ 0.001, "
+        "** p ≤ 0.01, * p ≤ 0.05. Gap closure: 0 is the dense model of active size, 1 that of total size."
     )
     why = [no_gap(results.main)] if closure is None else []
-    lacking = [one.title for one in found if one.difference is None]
+    lacking = [title for title, _, one in found if one is None]
     if lacking:
         why.append(f"Not run: {listed(lacking)}.")
     table = plain_table("results_significance", "Table 13: significance", heads, rows)
     return section("significance", "Significance", " ".join([text, *why]), table)
+
+
+def significance_rows(results: Results) -> list[tuple[str, str, Estimate | None]]:
+    """Return title, arm and loss of the arm minus that of the method."""
+    names = {("main", arm): f"SPECTRA vs. {title}" for title, arm in ROUTERS}
+    names |= {("ablation", arm): f"SPECTRA-Full vs. {title}" for title, arm, _ in VARIANTS}
+    names["main", DENSE_ACTIVE] = "SPECTRA vs. Dense (active size)"
+    names["ablation", EQUAL_FLOPS] = "SPECTRA vs. Top-2 of equal FLOPs"
+    found = numbers.tests(results)
+    return [(names[key], key[1], one) for key, one in found.items() if key in names]
 
 
 def no_gap(tables: Tables) -> str:
@@ -240,7 +222,7 @@ def no_gap(tables: Tables) -> str:
 # --- task performance, variants
 
 
-def performance_section(tables: Tables) -> Section:
+def performance_section(tables: Tables, bases: Tables) -> Section:
     domains = numbers.trained_domains(tables)
     outside = numbers.unseen(tables)
     runs = tables["study_runs"] if tables else pd.DataFrame(columns=["arm", "question"])
@@ -274,12 +256,32 @@ def performance_section(tables: Tables) -> Section:
     text = (
         "Validation loss in nats per token and perplexity, means over seeds, overall and by domain. "
         "Gap closure: 0 is the dense model of active size, 1 that of total size. "
-        f"{NO_HARNESS} {reasons(tables, arms)}"
+        f"{reasons(tables, arms)}"
     )
     if tables and numbers.gap_closure(tables, METHOD) is None:
         text += f" {no_gap(tables)}"
     table = plain_table("results_performance", "6.1 Task performance", heads, rows)
-    return section("performance", "Task performance", text.strip(), table)
+    tasks = task_rows([tables, bases])
+    text += "" if tasks else f" {NO_HARNESS}"
+    heads = [("arm", "model", "text"), ("task", "task and metric", "text"), ("value", "value ± 95 %", "text")]
+    harness = plain_table(
+        "results_tasks", "6.1 Tasks of lm-eval", heads, tasks or [["all models", "all tasks", NOT_RUN]]
+    )
+    return section("performance", "Task performance", text.strip(), table, harness)
+
+
+def task_rows(studies: list[Tables]) -> list[list[Any]]:
+    """Return arm, task and value: columns of study_runs named `task:TASK METRIC`."""
+    rows = []
+    for tables in studies:
+        columns = [name for name in numbers.finished(tables) if name.startswith(TASK)]
+        rows += [
+            [arm, name.removeprefix(TASK), cell(found, 3)]
+            for name in columns
+            for arm in dict.fromkeys(numbers.finished(tables)["arm"])
+            if (found := numbers.run_value(tables, arm, name))
+        ]
+    return rows
 
 
 def perplexity(found: Estimate | None) -> str:
@@ -403,26 +405,31 @@ def overhead_section(results: Results) -> Section:
 
 def bases_section(tables: Tables) -> Section:
     """Losses of existing models with each router; arms are named "BASE: router"."""
-    heads: Heads = [
-        ("base", "base model", "text"),
-        ("untouched", "untouched, loss", "text"),
-        (BASELINE, "Switch Top-2, loss", "text"),
-        (METHOD, "SPECTRA, loss", "text"),
-        ("improvement", "improvement over Top-2, %", "text"),
-    ]
-    arms = numbers.finished_arms(tables)
-    bases = list(dict.fromkeys(arm.rsplit(": ", 1)[0] for arm in sorted(arms) if ": " in arm)) or list(BASES)
+    runs = numbers.trainings(tables)
+    arms = [arm.rsplit(": ", 1) for arm in dict.fromkeys(runs["arm"]) if ": " in arm]
+    named = {"untouched": "untouched", BASELINE: "Switch Top-2", METHOD: "SPECTRA"}
+    named |= {router: router for _, router in arms if router not in named}
+    heads: Heads = [("base", "base model", "text")]
+    heads += [(router, f"{title}, loss", "text") for router, title in named.items()]
+    heads.append(("improvement", "improvement over Top-2, %", "text"))
     rows = []
-    for base in bases:
-        names = [f"{base}: {router}" for router in ("untouched", BASELINE, METHOD)]
-        losses = [numbers.by_seed(tables, name, "validation_loss") for name in names]
-        gain = numbers.over_seeds(((losses[1] - losses[2]) / losses[1]).dropna())
-        cells = [cell(numbers.over_seeds(values), 4) for values in losses]
+    for base in dict.fromkeys(base for base, _ in arms) or BASES:
+        losses = {name: numbers.by_seed(tables, f"{base}: {name}", "validation_loss") for name in named}
+        gain = numbers.over_seeds(((losses[BASELINE] - losses[METHOD]) / losses[BASELINE]).dropna())
+        cells = [
+            arm_cell(tables, f"{base}: {name}", numbers.over_seeds(of_seeds), 4)
+            for name, of_seeds in losses.items()
+        ]
         rows.append([base, *cells, cell(gain, 2, 100.0, chance=False)])
     text = "Loss on held-out text in nats per token, after training the router. "
-    text += "" if arms else "Not run: no study on this page trains routers of existing models."
+    names = [(f"{base}: {title}",) * 2 for base in dict.fromkeys(base for base, _ in arms) for title in named]
+    text += (
+        reasons(tables, names)
+        if arms
+        else "Not run: no study on this page trains routers of existing models."
+    )
     table = plain_table("results_bases", "Table 10: base models", heads, rows)
-    return section("bases", "Base models", text, table)
+    return section("bases", "Base models", text.strip(), table)
 
 
 def experts_section(tables: Tables) -> Section:
@@ -459,6 +466,30 @@ def experts_section(tables: Tables) -> Section:
     return section("experts", "Number of experts", text.strip(), table)
 
 
+def sweep_section(tables: Tables) -> Section:
+    heads: Heads = [
+        ("arm", "setting", "text"),
+        ("cv", "CV of the worst layer (chance)", "text"),
+        ("reaches", f"CV < {TARGET_CV:g}", "text"),
+        ("study_runs.validation_loss", "loss ± 95 %", "text"),
+    ]
+    runs = numbers.trainings(tables)
+    rows = []
+    for arm in dict.fromkeys(runs.loc[runs["question"] == "sweep", "arm"]):
+        worst = numbers.worst_cv(tables, arm)
+        reaches = absent(tables, arm) or (("yes" if worst.mean < TARGET_CV else "no") if worst else "")
+        loss = arm_cell(tables, arm, numbers.run_value(tables, arm, "validation_loss"), 4)
+        rows.append([arm, arm_cell(tables, arm, worst), reaches, loss])
+    text = "One option at a time, in evaluation, means over seeds; no test. "
+    if not rows:
+        rows, text = (
+            [["SPECTRA", NOT_RUN, NOT_RUN, NOT_RUN]],
+            text + "Not run: no study on this page has a sweep.",
+        )
+    table = plain_table("results_sweep", "Options of SPECTRA and load balance", heads, rows)
+    return section("sweep", "Option sweep", text.strip(), table)
+
+
 def slope_text(points: list[tuple[float, float]]) -> str:
     """Return the least-squares slope through the points."""
     if len(points) < 2:
@@ -478,6 +509,9 @@ def stability_section(tables: Tables) -> Section:
         ("study_runs.usage_sigma", "usage variance, σ", "text"),
         ("study_runs.kendall_tau", "rank correlation, Kendall τ (0)", "text"),
     ]
+    metrics = set(tables["study_layers"]["metric"]) if "study_layers" in tables else set()
+    measured = [name for name in FFN if name in metrics]
+    heads += [("study_layers.metric", FFN[name], "text") for name in measured]
     rows = []
     for title, arm in ROUTERS:
         level = by_size(tables, arm)
@@ -488,13 +522,15 @@ def stability_section(tables: Tables) -> Section:
                 arm_cell(tables, arm, consistency, 1, 100.0),
                 arm_cell(tables, arm, numbers.run_value(tables, arm, "usage_sigma"), 4),
                 arm_cell(tables, arm, numbers.run_value(tables, arm, "kendall_tau"), 2),
+                *(arm_cell(tables, arm, numbers.layer_value(tables, arm, name)) for name in measured),
             ]
         )
-    rows.append(["Ideal", "100", "0", "1"])
+    rows.append(["Ideal", "100", "0", "1", *[""] * len(measured)])
     text = (
         "Between the last checkpoints, means over layers and seeds. Chance of consistency: k/n, for even "
         "loads. With even loads the order of experts is noise, so a low τ is no defect. "
-        f"{reasons(tables, ROUTERS)}"
+        + ("Activations of the experts: mean over layers, in evaluation. " if measured else NO_FFN)
+        + reasons(tables, ROUTERS)
     )
     table = plain_table("results_stability", "Table 12: stability over checkpoints", heads, rows)
     return section("stability", "Stability", text.strip(), table)
@@ -504,117 +540,3 @@ def by_size(tables: Tables, arm: str) -> float:
     """Return k/n of the arm."""
     k, n = (numbers.by_seed(tables, arm, name) for name in ("top_k", "n_experts"))
     return float(k.iloc[0] / n.iloc[0]) if len(k) and len(n) else math.nan
-
-
-# --- case studies, failure modes
-
-
-def spans_section(tables: Tables) -> Section:
-    heads: Heads = [
-        ("study_spans.document", "document", "text"),
-        ("study_spans.first", "tokens", "text"),
-        ("study_spans.domain", "domain", "text"),
-        ("study_spans.text", "text begins", "text"),
-        ("study_spans.share", "Switch Top-2", "text"),
-        ("study_spans.share", "SPECTRA", "text"),
-    ]
-    rows: list[list[Any]] = []
-    spans = tables.get("study_spans", pd.DataFrame(columns=["arm", "seed", "document", "first"]))
-    layer = ""
-    if len(spans):
-        spans = spans[spans["seed"] == spans["seed"].min()]
-        layer = f" in layer {int(spans['layer'].iloc[0])}"
-        for (document, first), group in spans[spans["document"] < SPANS_OF].groupby(["document", "first"]):
-            one = group.iloc[0]
-            switch = " ← switch" if switches_here(spans, document, first) else ""
-            shares = [span_experts(group, arm) for arm in (BASELINE, METHOD)]
-            place = f"{first + 1} to {int(one['last']) + 1}"
-            rows.append([f"{document + 1}", place, f"{one['domain']}{switch}", one["text"], *shares])
-    text = (
-        f"Documents that switch domain in the middle: experts with their shares of each span's "
-        f"choices{layer}, first seed (even loads: 1/n each). "
-    )
-    text += "" if rows else "Not run: no study on this page has stored spans; they need two domains."
-    table = plain_table("results_spans", "6.7 Case studies", heads, rows)
-    return section("spans", "Case studies", text.strip(), table)
-
-
-def switches_here(spans: pd.DataFrame, document: Any, first: Any) -> bool:
-    of_document = spans[spans["document"] == document].drop_duplicates("first").sort_values("first")
-    domain = of_document.set_index("first")["domain"]
-    changed = domain != domain.shift(fill_value=domain.iloc[0])
-    return bool(changed.get(first, False))
-
-
-def span_experts(group: pd.DataFrame, arm: str) -> str:
-    rows = group[group["arm"] == arm].sort_values("share", ascending=False)
-    return ", ".join(f"E{row.expert} {100 * row.share:.0f} %" for row in rows.itertuples()) or NOT_RUN
-
-
-def failures_section(tables: Tables) -> Section:
-    heads: Heads = [
-        ("mode", "failure mode", "text"),
-        ("arm", "router", "text"),
-        ("frequency", "frequency (chance)", "sentence"),
-        ("impact", "impact", "sentence"),
-    ]
-    rows: list[list[Any]] = []
-    lacking: set[str] = set()
-    for title, arm in (row for row in ROUTERS if row[1] in (METHOD, BASELINE)):
-        for mode, found in failure_modes(tables, arm).items():
-            rows.append([mode, title, *(found or (NOT_RUN, NOT_RUN))])
-            if found is None:
-                lacking.add(mode)
-    rows.sort(key=lambda row: list(MODES).index(row[0]))
-    text = "Means over seeds with 95 % intervals. " + " ".join(
-        f"{mode}: {what}." for mode, what in MODES.items()
-    )
-    why = [f"{mode}: not run; {NEEDS[mode]}." for mode in MODES if mode in lacking]
-    table = plain_table("results_failures", "6.8 Failure modes", heads, rows)
-    return section("failures", "Failure modes", " ".join([text, *why]), table)
-
-
-MODES = {
-    "Ambiguous context": "documents that switch domain, against the same tokens after another text of "
-    "their domain",
-    "Out of distribution": "loss on a domain that was not trained on, minus that of the dense model",
-    "Early oscillation": "change of usage between logged steps in the first tenth of training over that in "
-    "the last half",
-    "Rare experts": "experts below a tenth of the mean load, and the choices they get",
-}
-NEEDS = {
-    "Ambiguous context": "it needs two domains",
-    "Out of distribution": "it needs validation text of a domain without training text",
-    "Early oscillation": "it needs usage at four logged steps or more",
-    "Rare experts": "it needs loads in evaluation",
-}
-
-
-def failure_modes(tables: Tables, arm: str) -> dict[str, tuple[str, str] | None]:
-    """Return mode -> (frequency, impact), None where nothing was measured."""
-    ambiguous, distant, early, rare = MODES
-    found: dict[str, tuple[str, str] | None] = dict.fromkeys(MODES)
-    if mixed := numbers.mixed_documents(tables, arm):
-        share, lost, kept = mixed
-        found[ambiguous] = (
-            f"{cell(share, 0, 100.0)} % of documents lose",
-            f"{cell(lost, 3, chance=False)} nats per token; choices kept "
-            f"{cell(kept, 1, 100.0, chance=False)} points",
-        )
-    if outside := numbers.unseen_losses(tables, arm):
-        words = [f"{name}: {cell(one, 3, chance=False)} nats per token" for name, one in outside.items()]
-        found[distant] = ("all tokens of " + listed(list(outside)), "; ".join(words))
-    moved = numbers.turnover(tables, arm)
-    if moved is not None and (ratio := numbers.over_seeds(moved["early"] / moved["late"])):
-        found[early] = (
-            f"{cell(ratio, 1, chance=False)} times the late change",
-            f"{percent(float(moved['early'].mean()))} of the load moves per logged step, late "
-            f"{percent(float(moved['late'].mean()))}",
-        )
-    if scarce := numbers.rare_experts(tables, arm):
-        experts, choices = scarce
-        found[rare] = (
-            f"{cell(experts, 1, 100.0, chance=False)} % of experts (balanced: 0)",
-            f"{cell(choices, 2, 100.0, chance=False)} % of choices",
-        )
-    return found

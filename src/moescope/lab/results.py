@@ -7,16 +7,15 @@ that was not trained gives None, never a number of another arm.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 import pandas as pd
 from scipy import stats
 
-from moescope.lab.study_statistics import LEVEL, MIN_SEEDS, enters_comparisons, holm, loss_table
-from moescope.lab.study_statistics import differences as seed_differences
+from moescope.lab.study_statistics import LEVEL, MIN_SEEDS, ROUNDING, enters_comparisons, hedges_factor, holm
 from moescope.verb import Tables
 
 METHOD, BASELINE = "spectra", "top2"  # arms
@@ -38,10 +37,18 @@ VARIANTS = [  # row, arm, whether the hypothesis on components names it
     ("-Quota", f"{METHOD}-Quota", False),
     ("-All", f"{METHOD}-All", False),
 ]
+EQUAL_FLOPS = f"{BASELINE}_flops"
+HASHES = [  # claim, the arm that is better by it, the other
+    ("A hash of the token beats a learned top-two router", "hash", BASELINE),
+    ("It does so after four times the steps", "hash x4", f"{BASELINE} x4"),
+    ("A hash of the previous token is worse", "hash", "hash_previous"),
+    ("Random experts per occurrence are worse", "hash", "hash_random"),
+    ("Top-two gains if it reads the token's embedding", f"{BASELINE}_token", BASELINE),
+]
 LEAST_SHARE, MOST_VIOLATION = 0.01, 0.5  # beyond them a layer has collapsed
 RARE = 0.1  # of the mean load
 SPECIALISED = ("code", "math", "medicine", "science", "headers", "arithmetic")  # domains
-SIMILAR_COST = 0.1  # of the baseline's block
+SIMILAR_COST = 0.1  # of the baseline's
 EARLY = 0.1  # of the steps
 
 CONFIRMED, REFUTED, NOT_TESTABLE = "confirmed", "refuted", "not testable"
@@ -56,7 +63,9 @@ class Estimate:
     half: float
     seeds: int
     chance: float = math.nan
-    p_value: float = math.nan  # of a mean of 0, two-sided
+    p_value: float = math.nan  # of a mean without effect, two-sided
+    p_adjusted: float = math.nan  # by Holm, for all tests of the page
+    hedges_g: float = math.nan
 
     @property
     def low(self) -> float:
@@ -66,8 +75,14 @@ class Estimate:
     def high(self) -> float:
         return self.mean + self.half
 
+    @property
+    def significant(self) -> bool:
+        return self.p_adjusted <= LEVEL
 
-def over_seeds(values: Iterable[float], chance: float = math.nan) -> Estimate | None:
+
+def over_seeds(
+    values: Iterable[float], chance: float = math.nan, without_effect: float = 0.0
+) -> Estimate | None:
     """Return mean and t interval of one value per seed; None without any."""
     found = np.asarray([value for value in values if np.isfinite(value)], dtype=float)
     n = len(found)
@@ -75,8 +90,14 @@ def over_seeds(values: Iterable[float], chance: float = math.nan) -> Estimate | 
         return None
     error = found.std(ddof=1) / math.sqrt(n) if n > 1 else math.nan
     half = float(stats.t.ppf(1 - LEVEL / 2, n - 1)) * error if n > 1 else math.nan
-    p = 2 * float(stats.t.sf(abs(found.mean()) / error, n - 1)) if n > 1 and error > 0 else math.nan
-    return Estimate(float(found.mean()), half, n, chance, p)
+    moved = found - without_effect
+    p = 1.0 if n > 1 and not moved.any() else math.nan
+    effect = math.nan
+    if n > 1 and error > ROUNDING * np.abs(found).max():
+        statistic = float(moved.mean() / error)
+        p = 2 * float(stats.t.sf(abs(statistic), n - 1))
+        effect = float(hedges_factor(np.array(n - 1))) * statistic * math.sqrt(2 / n)
+    return Estimate(float(found.mean()), half, n, chance, p, hedges_g=effect)
 
 
 # --- which study answers what
@@ -91,32 +112,72 @@ class Results:
     experts: Tables
     sizes: Tables
     bases: Tables
+    sweep: Tables = field(default_factory=dict)
+    hashes: tuple[Tables, ...] = ()
 
     @classmethod
     def of(cls, studies: Sequence[Tables]) -> Results:
-        """Give each part the study that has most of its arms."""
+        """Give each part the study that has most of its arms, then of trainings."""
+        studies = [counted(tables) for tables in studies]
         routers = {arm for _, arm in ROUTERS}
         variants = {arm for _, arm, _ in VARIANTS} - routers
+        controls = {arm for _, *arms in HASHES for arm in arms} - routers
+        main = most(studies, lambda tables: len(routers & finished_arms(tables)))
         return cls(
-            most(studies, lambda tables: len(routers & finished_arms(tables))),
+            main,
             most(studies, lambda tables: len(variants & finished_arms(tables))),
             most(studies, lambda tables: len(axis_values(tables, "experts"))),
             most(studies, lambda tables: len(axis_values(tables, "size"))),
             most(studies, lambda tables: sum(": " in arm for arm in finished_arms(tables))),
+            most(studies, lambda tables: int((finished(tables).get("question") == "sweep").sum())),
+            tuple(one for one in studies if one is main or controls & finished_arms(one)),
         )
 
 
-def most(studies: Sequence[Tables], count: Any) -> Tables:
-    best = max(studies, key=count, default={})
+def most(studies: Sequence[Tables], count: Callable[[Tables], int]) -> Tables:
+    best = max(studies, key=lambda tables: (count(tables), len(finished(tables))), default={})
     return best if best and count(best) else {}
+
+
+def counted(tables: Tables) -> Tables:
+    """Return the tables without the rows of trainings that do not count."""
+    trainings = pd.MultiIndex.from_frame(finished(tables)[["arm", "seed"]])
+    return {
+        name: frame[pd.MultiIndex.from_frame(frame[["arm", "seed"]]).isin(trainings)]
+        if name != "study_runs" and {"arm", "seed"} <= set(frame)
+        else frame
+        for name, frame in tables.items()
+    }
+
+
+def study_name(tables: Tables) -> str:
+    return str(tables["study_name"]["name"].iloc[0]) if "study_name" in tables else ""
+
+
+def from_long(results: pd.DataFrame) -> Tables:
+    """Return the tables that claims rest on, from the long table of one study (results.parquet)."""
+    keys = ["arm", "seed", "question", "status"]
+    overall, whole = results["layer"].isna(), results["domain"] == ""
+    runs = results[overall & whole].pivot(index=keys, columns="metric", values="value").reset_index()
+    domains = results[overall & ~whole & (results["metric"] == "validation_loss")]
+    documents = domains.rename(columns={"value": "loss"}).assign(tokens=1, document=domains["domain"])
+    return {
+        "study_runs": runs,
+        "study_layers": results[~overall],
+        "study_documents": documents,
+        "study_name": results[["study"]].head(1).rename(columns={"study": "name"}),
+    }
 
 
 def finished(tables: Tables) -> pd.DataFrame:
     """Return the trainings that count: done, and better than the unigram baseline where it is known."""
-    runs = tables.get("study_runs")
-    if runs is None:
-        return pd.DataFrame(columns=["arm", "seed", "status", "validation_loss"])
-    return runs[enters_comparisons(runs)]
+    runs = trainings(tables)
+    return runs[enters_comparisons(runs)] if len(runs) else runs
+
+
+def trainings(tables: Tables) -> pd.DataFrame:
+    columns = ["arm", "seed", "question", "status", "validation_loss"]
+    return tables.get("study_runs", pd.DataFrame(columns=columns))
 
 
 def finished_arms(tables: Tables) -> set[str]:
@@ -180,6 +241,12 @@ def layer_value(tables: Tables, arm: str | None, metric: str) -> Estimate | None
     return over_seeds(rows.groupby("seed")["value"].mean(), float(rows["chance"].astype(float).mean()))
 
 
+def worst_cv(tables: Tables, arm: str) -> Estimate | None:
+    """Return the load CV of the worst layer, with the chance level of a layer."""
+    rows = layer_values(tables, arm, "cv")
+    return over_seeds(rows.groupby("seed")["value"].max(), float(rows["chance"].astype(float).mean()))
+
+
 @dataclass(frozen=True)
 class Collapse:
     """How many of all seeds and layers have collapsed."""
@@ -230,62 +297,64 @@ def paired(first: pd.Series, second: pd.Series) -> Estimate | None:
     return over_seeds((first - second).dropna())
 
 
-# --- comparisons
+# --- tests
 
 
-@dataclass(frozen=True)
-class Comparison:
-    """One row of the significance table: other minus method, in nats; above 0 the method is better."""
-
-    title: str
-    difference: Estimate | None
-    p_adjusted: float = math.nan
-    hedges_g: float = math.nan
-
-    @property
-    def stars(self) -> str:
-        """Return yes with its stars, no, or why nothing is claimed."""
-        if self.difference is None:
-            return NOT_RUN
-        if self.difference.seeds < MIN_SEEDS:
-            return "too few seeds"
-        if not math.isfinite(self.p_adjusted):
-            return "no test: no spread over seeds"
-        levels = [("***", 0.001), ("**", 0.01), ("*", LEVEL)]
-        found = next((stars for stars, level in levels if self.p_adjusted < level), "")
-        return f"yes ({found})" if found else "no"
+Key = tuple[str, ...]  # a hypothesis, or what is compared
+Tests = dict[Key, Estimate | None]
 
 
-def comparisons(results: Results) -> list[Comparison]:
-    """Return the method against each router and each variant, Holm-corrected as one family."""
-    routers = [*(row for row in ROUTERS if row[1] != METHOD), ("Dense (active size)", DENSE_ACTIVE)]
-    tests = [(f"SPECTRA vs. {title}", results.main, arm) for title, arm in routers]
-    tests += [
-        (f"SPECTRA-Full vs. {title}", results.ablation, arm) for title, arm, _ in VARIANTS if arm != METHOD
-    ]
-    tests.append(("SPECTRA vs. Top-2 of equal FLOPs", results.ablation, f"{BASELINE}_flops"))
-    rows, p_values = [], []
-    for title, tables, arm in tests:
-        row, p = compare_losses(title, tables, arm)
-        rows.append(row)
-        p_values.append(p)
-    adjusted = holm(np.array(p_values))
-    return [replace(row, p_adjusted=float(p)) for row, p in zip(rows, adjusted, strict=True)]
+def tested_numbers(results: Results) -> dict[Key, pd.Series]:
+    """Return every number that is tested, by seed: the one family of tests."""
+    routers = [arm for _, arm in ROUTERS if arm != METHOD] + [DENSE_ACTIVE]
+    variants = [arm for _, arm, _ in VARIANTS if arm != METHOD] + [EQUAL_FLOPS]
+    found: dict[Key, pd.Series] = {("main", arm): loss_gain(results.main, METHOD, arm) for arm in routers}
+    found |= {("ablation", arm): loss_gain(results.ablation, METHOD, arm) for arm in variants}
+    consistency = (by_seed(results.main, arm, "consistency") for arm in (METHOD, BASELINE))
+    found |= {
+        ("H2",): layer_difference(results.main, "output_orthogonality"),
+        ("H3",): next(consistency) - next(consistency),
+        ("H4",): longer_training(results.main),
+        ("H6",): size_slopes(results.sizes),
+        ("H7",): domain_contrast(results.main),
+    }
+    for tables in results.hashes:
+        name = study_name(tables)
+        found |= {(name, arm, other): loss_gain(tables, arm, other) for _, arm, other in HASHES}
+    return found
 
 
-def compare_losses(title: str, tables: Tables, arm: str) -> tuple[Comparison, float]:
-    """Return the comparison without correction, and its p."""
-    losses = loss_table(tables["study_runs"]) if tables else pd.DataFrame()
-    if not {METHOD, arm} <= set(losses.index):
-        return Comparison(title, None), math.nan
-    found = seed_differences(losses.loc[[METHOD, arm]].to_numpy(float))
-    if not found.seeds[0]:
-        return Comparison(title, None), math.nan
-    low, high = (float(end[0]) for end in found.interval())
-    value, seeds = float(found.value[0]), int(found.seeds[0])
-    p = float(found.p_value[0])
-    difference = Estimate(value, (high - low) / 2, seeds, 0.0, p)
-    return Comparison(title, difference, hedges_g=float(found.hedges_g[0])), p
+def tests(results: Results) -> Tests:
+    """Return the estimate of each number that is tested, Holm-corrected together.
+
+    A test on fewer than five seeds claims nothing and is not in the family.
+    """
+    without_effect: dict[Key, float] = {("H4",): SIMILAR_COST}
+    found = {
+        key: over_seeds(values, without_effect=without_effect.get(key, 0.0))
+        for key, values in tested_numbers(results).items()
+    }
+    p = [one.p_value if one and one.seeds >= MIN_SEEDS else math.nan for one in found.values()]
+    adjusted = dict(zip(found, holm(np.array(p)), strict=True))
+    return {key: one and replace(one, p_adjusted=float(adjusted[key])) for key, one in found.items()}
+
+
+def loss_gain(tables: Tables, arm: str, other: str) -> pd.Series:
+    """Return the loss of the other arm minus that of the first by seed, in nats per token."""
+    return by_seed(tables, other, "validation_loss") - by_seed(tables, arm, "validation_loss")
+
+
+def stars(found: Estimate | None) -> str:
+    """Return yes with its stars, no, or why nothing is claimed."""
+    if found is None:
+        return NOT_RUN
+    if found.seeds < MIN_SEEDS:
+        return "too few seeds"
+    if not math.isfinite(found.p_adjusted):
+        return "no test: no spread over seeds"
+    levels = [("***", 0.001), ("**", 0.01), ("*", LEVEL)]
+    marks = next((marks for marks, level in levels if found.p_adjusted <= level), "")
+    return f"yes ({marks})" if marks else "no"
 
 
 def gap_closure(tables: Tables, arm: str) -> Estimate | None:
@@ -382,75 +451,134 @@ def unseen_losses(tables: Tables, arm: str) -> dict[str, Estimate]:
     return {name: one for name, one in found.items() if one}
 
 
-# --- hypotheses
+# --- claims
 
 
 @dataclass(frozen=True)
-class Hypothesis:
-    """A published hypothesis, its verdict and the number that decides it."""
+class Claim:
+    """A published claim, its verdict and the number that decides it."""
 
     name: str
     claim: str
     measure: str  # what the number is
     number: Estimate | None
-    verdict: str = NOT_TESTABLE
     why: str = ""
-    p_adjusted: float = math.nan
+    verdict: str = NOT_TESTABLE
 
 
-def hypotheses(results: Results) -> list[Hypothesis]:
-    """Return H1 to H7. Those decided by a test over seeds are Holm-corrected as one family."""
-    tested = [h1(results), h2(results), h3(results), h6(results), h7(results)]
-    p_values = np.array([one.number.p_value if one.number else math.nan for one in tested])
-    judged = [judge(one, float(p)) for one, p in zip(tested, holm(p_values), strict=True)]
-    first, second, third, sixth, seventh = judged
-    return [first, second, third, h4(results), h5(results), sixth, seventh]
+def hypotheses(results: Results) -> list[Claim]:
+    """Return H1 to H7."""
+    found, both = tests(results), missing(METHOD, BASELINE)
+    return [
+        judge(
+            "H1",
+            "SPECTRA predicts better than Switch routing",
+            "loss of Switch Top-2 minus SPECTRA (nats per token)",
+            found["main", BASELINE],
+            both,
+        ),
+        judge(
+            "H2",
+            "Experts of SPECTRA are more distinct",
+            "orthogonality of expert outputs, SPECTRA minus Switch Top-2 (overlap is nearly fixed by k)",
+            found["H2",],
+            both,
+        ),
+        judge(
+            "H3",
+            "SPECTRA routes more consistently",
+            "routing consistency between checkpoints, SPECTRA minus Switch Top-2",
+            found["H3",],
+            both + ", with several checkpoints",
+        ),
+        judge(
+            "H4",
+            "SPECTRA costs about as much as Switch routing",
+            "time of training per token over that of Switch Top-2, minus one (similar: at most a tenth; p is "
+            "that of a tenth)",
+            found["H4",],
+            both,
+            most_similar=SIMILAR_COST,
+        ),
+        components(results, found),
+        judge(
+            "H6",
+            "The gain grows with the model",
+            "change of the gain over Switch Top-2 per doubling of active parameters (nats; lab sizes only)",
+            found["H6",],
+            "needs both routers at two sizes or more",
+        ),
+        judge(
+            "H7",
+            "The gain is larger in specialised domains",
+            "gain over Switch Top-2 in specialised minus other domains (nats per token)",
+            found["H7",],
+            f"needs both routers and domains of both kinds; specialised are {', '.join(SPECIALISED)}",
+        ),
+    ]
 
 
-def judge(hypothesis: Hypothesis, p: float) -> Hypothesis:
+def hash_claims(results: Results) -> list[Claim]:
+    """Return the claims on hash routing, of each study that has their arms."""
+    found, claims = tests(results), []
+    for claim, arm, other in HASHES:
+        compared = [name for name in map(study_name, results.hashes) if found[name, arm, other]]
+        measure = f"loss of {other} minus {arm} (nats per token)"
+        claims += [
+            judge(name, claim, measure, found.get((name, arm, other)), missing(arm, other))
+            for name in compared or [""]
+        ]
+    return claims
+
+
+def judge(
+    name: str, claim: str, measure: str, found: Estimate | None, needs: str, most_similar: float | None = None
+) -> Claim:
     """Confirm or refute by the sign of a number whose Holm-corrected p is at most 0.05, from five seeds."""
-    found = hypothesis.number
     if found is None:
-        return hypothesis
+        return Claim(name, claim, measure, None, needs)
     if found.seeds < MIN_SEEDS:
-        why = f"{found.seeds} seeds are too few to claim anything"
-        return replace(hypothesis, why=why, p_adjusted=p)
-    if not math.isfinite(p) or p > LEVEL:
-        return replace(hypothesis, why="not distinguishable from 0 with these seeds", p_adjusted=p)
-    verdict = CONFIRMED if found.mean > 0 else REFUTED
-    return replace(hypothesis, verdict=verdict, why="", p_adjusted=p)
+        return Claim(name, claim, measure, found, "too few seeds to claim anything")
+    if not found.significant:
+        return Claim(name, claim, measure, found, "not distinguishable with these seeds")
+    favoured = found.mean > 0 if most_similar is None else found.mean < most_similar
+    return Claim(name, claim, measure, found, "", CONFIRMED if favoured else REFUTED)
 
 
 def missing(*arms: str) -> str:
     return f"needs finished trainings of {' and '.join(arms)}"
 
 
-def h1(results: Results) -> Hypothesis:
-    gain = compare_losses("", results.main, BASELINE)[0].difference
-    measure = "loss of Switch Top-2 minus SPECTRA (nats per token)"
-    why = missing(METHOD, BASELINE)
-    return Hypothesis("H1", "SPECTRA predicts better than Switch routing", measure, gain, why=why)
+def components(results: Results, found: Tests) -> Claim:
+    """Each component that the hypothesis names: its removal makes the loss worse."""
+    named = {title: found["ablation", arm] for title, arm, component in VARIANTS if component}
+    measure = "smallest gain of a component: loss without it minus loss with it (nats per token)"
+    claim = "Each component lowers the loss"
+    known = {title: one for title, one in named.items() if one}
+    if len(known) < len(named):
+        lacking = ", ".join(title for title in named if title not in known)
+        return Claim("H5", claim, measure, None, f"not run: {lacking}")
+    title, smallest = min(known.items(), key=lambda pair: pair[1].mean)
+    worse = sum(one.mean > 0 and one.significant for one in known.values())
+    why = f"{worse} of {len(known)} removals make it worse; smallest gain: {title}"
+    if any(one.seeds < MIN_SEEDS for one in known.values()):
+        return Claim("H5", claim, measure, smallest, f"{why}; too few seeds to claim anything")
+    if any(one.mean < 0 and one.significant for one in known.values()):
+        return Claim("H5", claim, measure, smallest, why, REFUTED)
+    verdict = CONFIRMED if worse == len(known) else NOT_TESTABLE
+    return Claim("H5", claim, measure, smallest, why, verdict)
 
 
-def layer_difference(tables: Tables, metric: str) -> Estimate | None:
-    first, second = (
-        layer_values(tables, arm, metric).groupby("seed")["value"].mean() for arm in (METHOD, BASELINE)
-    )
-    return paired(first.astype(float), second.astype(float))
+def layer_difference(tables: Tables, metric: str) -> pd.Series:
+    """Return the method's mean over layers minus the baseline's, by seed."""
+    means = (layer_values(tables, arm, metric).groupby("seed")["value"].mean() for arm in (METHOD, BASELINE))
+    return next(means).astype(float) - next(means).astype(float)
 
 
-def h2(results: Results) -> Hypothesis:
-    found = layer_difference(results.main, "output_orthogonality")
-    measure = "orthogonality of expert outputs, SPECTRA minus Switch Top-2 (overlap is nearly fixed by k)"
-    why = missing(METHOD, BASELINE)
-    return Hypothesis("H2", "Experts of SPECTRA are more distinct", measure, found, why=why)
-
-
-def h3(results: Results) -> Hypothesis:
-    found = paired(*(by_seed(results.main, arm, "consistency") for arm in (METHOD, BASELINE)))
-    measure = "routing consistency between checkpoints, SPECTRA minus Switch Top-2"
-    why = missing(METHOD, BASELINE) + ", with several checkpoints"
-    return Hypothesis("H3", "SPECTRA routes more consistently", measure, found, why=why)
+def longer_training(tables: Tables) -> pd.Series:
+    """Return the time per token over that of the baseline, minus 1, by seed."""
+    speeds = (by_seed(tables, arm, "tokens_per_second") for arm in (BASELINE, METHOD))
+    return next(speeds) / next(speeds) - 1
 
 
 def block_milliseconds(tables: Tables, router: str) -> float | None:
@@ -459,87 +587,27 @@ def block_milliseconds(tables: Tables, router: str) -> float | None:
     return None if rows is None or rows.empty else float(rows["milliseconds"].sum())
 
 
-def h4(results: Results) -> Hypothesis:
-    method, baseline = (block_milliseconds(results.main, arm) for arm in (METHOD, BASELINE))
-    if not method or not baseline:
-        method, baseline = (block_milliseconds(results.ablation, arm) for arm in (METHOD, BASELINE))
-    measure = (
-        f"time of a block over that of Switch Top-2, minus 1 (similar: up to {SIMILAR_COST:g}); no test, "
-        "one machine"
-    )
-    claim = "SPECTRA costs about as much as Switch routing"
-    if not method or not baseline:
-        return Hypothesis("H4", claim, measure, None, why="needs timings of both routers")
-    more = method / baseline - 1
-    verdict = CONFIRMED if more <= SIMILAR_COST else REFUTED
-    return Hypothesis("H4", claim, measure, Estimate(more, math.nan, 0, 0.0), verdict)
-
-
-def h5(results: Results) -> Hypothesis:
-    """Each component that the hypothesis names: its removal makes the loss worse, Holm-corrected."""
-    named = [(title, arm) for title, arm, component in VARIANTS if component]
-    rows = [compare_losses(title, results.ablation, arm) for title, arm in named]
-    adjusted = holm(np.array([p for _, p in rows]))
-    measure = "smallest gain of a component: loss without it minus loss with it (nats per token)"
-    claim = "Each component lowers the loss"
-    known = [
-        (row.difference, row.title, p) for (row, _), p in zip(rows, adjusted, strict=True) if row.difference
-    ]
-    if len(known) < len(named):
-        lacking = ", ".join(row.title for row, _ in rows if row.difference is None)
-        return Hypothesis("H5", claim, measure, None, why=f"not run: {lacking}")
-    smallest, title, p = min(known, key=lambda one: one[0].mean)
-    enough = all(one.seeds >= MIN_SEEDS for one, _, _ in known)
-    worse = sum(one.mean > 0 and p <= LEVEL for one, _, p in known)
-    why = f"{worse} of {len(known)} removals make it worse; smallest gain: {title}"
-    verdict = NOT_TESTABLE
-    if enough and any(one.mean < 0 and p <= LEVEL for one, _, p in known):
-        verdict = REFUTED
-    elif enough and worse == len(known):
-        verdict = CONFIRMED
-    elif not enough:
-        why += "; too few seeds to claim anything"
-    return Hypothesis("H5", claim, measure, smallest, verdict, why, float(p))
-
-
-def gains_by_size(tables: Tables) -> pd.DataFrame:
-    """Return log2 of active parameters and the gain over the baseline, per size and seed."""
-    rows = []
+def size_slopes(tables: Tables) -> pd.Series:
+    """Return the change of the gain over the baseline per doubling of active parameters, a line per seed."""
+    gains, doublings = [], []
     for size in axis_values(tables, "size"):
-        method, baseline = (arm_at(tables, arm, "size", size) for arm in (METHOD, BASELINE))
-        gain = by_seed(tables, baseline, "validation_loss") - by_seed(tables, method, "validation_loss")
-        active = by_seed(tables, baseline, "parameters_active")
-        rows += [
-            {"size": size, "seed": seed, "doublings": math.log2(active.iloc[0]), "gain": value}
-            for seed, value in gain.dropna().items()
-        ]
-    return pd.DataFrame(rows, columns=["size", "seed", "doublings", "gain"])
+        method, baseline = (arm_at(tables, arm, "size", size) or "" for arm in (METHOD, BASELINE))
+        gain = loss_gain(tables, method, baseline)
+        if gain.notna().any():
+            gains.append(gain)
+            doublings.append(math.log2(by_seed(tables, baseline, "parameters_active").iloc[0]))
+    rows = pd.concat(gains, axis=1).dropna() if len(gains) > 1 else pd.DataFrame()
+    slopes = np.polyfit(doublings, rows.to_numpy(float).T, 1)[0] if len(rows) else []
+    return pd.Series(slopes, rows.index, dtype=float)
 
 
-def h6(results: Results) -> Hypothesis:
-    rows = gains_by_size(results.sizes)
-    slopes = []
-    for _, of_seed in rows.groupby("seed"):
-        if of_seed["size"].nunique() == rows["size"].nunique() > 1:
-            slopes.append(np.polyfit(of_seed["doublings"], of_seed["gain"], 1)[0])
-    found = over_seeds(slopes)
-    measure = "change of the gain over Switch Top-2 per doubling of active parameters (nats; lab sizes only)"
-    why = "needs both routers at two sizes or more"
-    return Hypothesis("H6", "The gain grows with the model", measure, found, why=why)
-
-
-def h7(results: Results) -> Hypothesis:
-    measure = "gain over Switch Top-2 in specialised minus other domains (nats per token)"
-    claim = "The gain is larger in specialised domains"
-    losses = [domain_losses(results.main, arm) for arm in (BASELINE, METHOD)]
-    if any(frame.empty for frame in losses):
-        return Hypothesis("H7", claim, measure, None, why=missing(METHOD, BASELINE))
-    gains = (losses[0] - losses[1]).dropna(how="all")
-    trained = [name for name in gains if name not in unseen(results.main)]
+def domain_contrast(tables: Tables) -> pd.Series:
+    """Return the gain over the baseline in specialised minus that in other trained domains, by seed."""
+    baseline, method = (domain_losses(tables, arm) for arm in (BASELINE, METHOD))
+    trained = [name for name in baseline if name in method and name not in unseen(tables)]
     special = [name for name in trained if name in SPECIALISED]
     others = [name for name in trained if name not in SPECIALISED]
     if not special or not others:
-        why = f"needs domains of both kinds; specialised are {', '.join(SPECIALISED)}"
-        return Hypothesis("H7", claim, measure, None, why=why)
-    found = over_seeds(gains[special].mean(axis=1) - gains[others].mean(axis=1))
-    return Hypothesis("H7", claim, measure, found, why=f"specialised: {', '.join(special)}")
+        return pd.Series(dtype=float)
+    gains = baseline - method
+    return gains[special].mean(axis=1) - gains[others].mean(axis=1)

@@ -1,0 +1,155 @@
+"""Plots of results as SVG inside a page: no script, nothing fetched, colours of the reader's theme."""
+
+from __future__ import annotations
+
+import html
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+
+from moescope.lab.results import NOT_RUN, Estimate
+
+WIDTH, ROW, HEIGHT = 325, 20, 210  # pixels
+COLOURS = ("#3B82C4", "#D9631E", "#2F9E63", "#A35BC7")
+LETTER = 6.1  # pixels of an average letter
+STYLE = "fill='currentColor' font-size='11' font-family='sans-serif'"
+FAINT = "stroke='currentColor' stroke-opacity='0.25'"
+Point = tuple[float, Estimate]
+
+
+@dataclass(frozen=True)
+class Dots:
+    """One row per name: a mean with its interval, a grey tick at chance, a line at a value to compare."""
+
+    title: str
+    rows: list[tuple[str, Estimate | None]]
+    line: float = math.nan
+    scale: float = 1.0
+
+    def svg(self) -> str:
+        rows = [(name, scaled(one, self.scale)) for name, one in self.rows]
+        known = [one for _, one in rows if one]
+        if not known:
+            return ""
+        ends = [end for one in known for end in (one.low, one.high, one.mean, one.chance)]
+        low, high, ticks = axis([*ends, self.line])
+        left = min(LETTER * max(len(name) for name, _ in rows) + 8, 160)
+
+        def x(value: float) -> float:
+            return left + (WIDTH - left - 14) * (value - low) / (high - low)
+
+        bottom = ROW * len(rows) + 24
+        parts = [words(0, 13, self.title, "font-weight='bold'")]
+        for tick, label in ticks:
+            parts += [
+                f"<line x1='{x(tick):.1f}' x2='{x(tick):.1f}' y1='20' y2='{bottom}' {FAINT}/>",
+                words(x(tick), bottom + 13, label, "text-anchor='middle' opacity='0.8'"),
+            ]
+        if math.isfinite(self.line):
+            ends_of = f"x1='{x(self.line):.1f}' x2='{x(self.line):.1f}' y1='20' y2='{bottom}'"
+            parts.append(f"<line {ends_of} stroke='currentColor' stroke-dasharray='3 2'/>")
+        for place, (name, one) in enumerate(rows):
+            y = ROW * place + 34
+            parts.append(words(0, y + 4, name))
+            if one is None:
+                parts.append(words(left + 4, y + 4, NOT_RUN, "opacity='0.6'"))
+                continue
+            if math.isfinite(one.chance):
+                ends_of = f"x1='{x(one.chance):.1f}' x2='{x(one.chance):.1f}' y1='{y - 7}' y2='{y + 7}'"
+                parts.append(f"<line {ends_of} stroke='#888' stroke-width='3'/>")
+            parts.append(mark(x(one.mean), y, x(one.low), y, x(one.high), y, one, COLOURS[0]))
+        return drawing(bottom + 18, self.title, parts)
+
+
+@dataclass(frozen=True)
+class Lines:
+    """One line per name over places on the x axis, each point with its interval."""
+
+    title: str
+    series: dict[str, list[Point]]
+    labels: dict[float, str]  # of the x axis
+
+    def svg(self) -> str:
+        points = [point for of in self.series.values() for point in of]
+        if not points:
+            return ""
+        low, high, ticks = axis([end for _, one in points for end in (one.low, one.high, one.mean)])
+        first, last = min(self.labels), max(self.labels)
+        left, bottom = LETTER * max(len(label) for _, label in ticks) + 8, HEIGHT - 20
+
+        def x(place: float) -> float:
+            return left + 8 + (WIDTH - left - 24) * (place - first) / ((last - first) or 1.0)
+
+        def y(value: float) -> float:
+            return bottom - (bottom - 44) * (value - low) / (high - low)
+
+        parts = [words(0, 13, self.title, "font-weight='bold'")]
+        for tick, label in ticks:
+            parts += [
+                f"<line x1='{left:.1f}' x2='{WIDTH}' y1='{y(tick):.1f}' y2='{y(tick):.1f}' {FAINT}/>",
+                words(left - 5, y(tick) + 4, label, "text-anchor='end' opacity='0.8'"),
+            ]
+        parts += [
+            words(x(place), bottom + 15, label, "text-anchor='middle' opacity='0.8'")
+            for place, label in self.labels.items()
+        ]
+        start = left
+        for colour, (name, of) in zip(COLOURS, self.series.items(), strict=False):
+            path = " ".join(f"{x(place):.1f},{y(one.mean):.1f}" for place, one in of)
+            parts += [
+                f"<circle cx='{start + 4:.1f}' cy='27' r='4' fill='{colour}'/>",
+                words(start + 12, 31, name),
+                f"<polyline points='{path}' fill='none' stroke='{colour}' stroke-width='1.5'/>",
+            ]
+            start += LETTER * len(name) + 26
+            for place, one in of:
+                at = x(place)
+                parts.append(mark(at, y(one.mean), at, y(one.low), at, y(one.high), one, colour))
+        return drawing(HEIGHT, self.title, parts)
+
+
+def figure(panels: Iterable[Dots | Lines], caption: str) -> str:
+    """Return the panels side by side as far as there is room; of an empty figure, that it was not run."""
+    drawn = [svg for panel in panels if (svg := panel.svg())]
+    if not drawn:
+        return f"*Figure: {NOT_RUN}.*"
+    box = "display:flex;flex-wrap:wrap;gap:1rem;align-items:flex-start"
+    return f"<div style='{box}'>{''.join(drawn)}</div>\n\n*{caption}*"
+
+
+def scaled(one: Estimate | None, scale: float) -> Estimate | None:
+    return one and replace(one, mean=scale * one.mean, half=scale * one.half, chance=scale * one.chance)
+
+
+def axis(values: list[float]) -> tuple[float, float, list[tuple[float, str]]]:
+    """Return the ends of an axis over the finite values, and its ticks with labels."""
+    finite = [value for value in values if math.isfinite(value)]
+    low, high = min(finite), max(finite)
+    span = (high - low) or abs(high) or 1.0
+    low, high = low - 0.04 * span, high + 0.04 * span
+    power = 10.0 ** math.floor(math.log10((high - low) / 3))
+    step = next(power * times for times in (1, 2, 5, 10) if (high - low) / (power * times) <= 5)
+    decimals = max(0, -math.floor(math.log10(step) + 1e-9))
+    count = math.floor(high / step) - math.ceil(low / step) + 1
+    places = [step * (math.ceil(low / step) + place) for place in range(count)]
+    return low, high, [(place, f"{place + 0.0:.{decimals}f}".replace("-", "−")) for place in places]
+
+
+def mark(
+    x: float, y: float, x_low: float, y_low: float, x_high: float, y_high: float, one: Estimate, colour: str
+) -> str:
+    dot = f"<circle cx='{x:.1f}' cy='{y:.1f}' r='3.5' fill='{colour}'/>"
+    if not math.isfinite(one.half):
+        return dot
+    ends = f"x1='{x_low:.1f}' y1='{y_low:.1f}' x2='{x_high:.1f}' y2='{y_high:.1f}'"
+    return f"<line {ends} stroke='{colour}' stroke-width='2'/>{dot}"
+
+
+def words(x: float, y: float, text: str, more: str = "") -> str:
+    return f"<text x='{x:.1f}' y='{y:.1f}' {STYLE} {more}>{html.escape(text)}</text>"
+
+
+def drawing(height: float, title: str, parts: list[str]) -> str:
+    size = f"viewBox='0 0 {WIDTH} {height}' width='{WIDTH}'"
+    label = f"role='img' aria-label='{html.escape(title)}'"
+    return f"<svg {size} {label} style='max-width:100%;height:auto'>{''.join(parts)}</svg>"

@@ -1,0 +1,127 @@
+"""Case studies and failure modes of the page "Results"."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pandas as pd
+
+from moescope.lab import results as numbers
+from moescope.lab.report_cells import Heads, cell, percent, section
+from moescope.lab.results import BASELINE, METHOD, NOT_RUN, ROUTERS
+from moescope.plotting.style import listed
+from moescope.reporting.pack import plain_table
+from moescope.verb import Section, Tables
+
+SPANS_OF = 2  # documents
+
+
+def spans_section(tables: Tables) -> Section:
+    heads: Heads = [
+        ("study_spans.document", "document", "text"),
+        ("study_spans.first", "tokens", "text"),
+        ("study_spans.domain", "domain", "text"),
+        ("study_spans.text", "text begins", "text"),
+        ("study_spans.share", "Switch Top-2", "text"),
+        ("study_spans.share", "SPECTRA", "text"),
+    ]
+    rows: list[list[Any]] = []
+    spans = tables.get("study_spans", pd.DataFrame(columns=["arm", "seed", "document", "first"]))
+    layer = ""
+    if len(spans):
+        spans = spans[spans["seed"] == spans["seed"].min()]
+        layer = f" in layer {int(spans['layer'].iloc[0])}"
+        for (document, first), group in spans[spans["document"] < SPANS_OF].groupby(["document", "first"]):
+            one = group.iloc[0]
+            switch = " ← switch" if switches_here(spans, document, first) else ""
+            shares = [span_experts(group, arm) for arm in (BASELINE, METHOD)]
+            place = f"{first + 1} to {int(one['last']) + 1}"
+            rows.append([f"{document + 1}", place, f"{one['domain']}{switch}", one["text"], *shares])
+    text = (
+        f"Documents that switch domain in the middle: experts with their shares of each span's "
+        f"choices{layer}, first seed (even loads: 1/n each). "
+    )
+    text += "" if rows else "Not run: no study on this page has stored spans; they need two domains."
+    table = plain_table("results_spans", "6.7 Case studies", heads, rows)
+    return section("spans", "Case studies", text.strip(), table)
+
+
+def switches_here(spans: pd.DataFrame, document: Any, first: Any) -> bool:
+    of_document = spans[spans["document"] == document].drop_duplicates("first").sort_values("first")
+    domain = of_document.set_index("first")["domain"]
+    changed = domain != domain.shift(fill_value=domain.iloc[0])
+    return bool(changed.get(first, False))
+
+
+def span_experts(group: pd.DataFrame, arm: str) -> str:
+    rows = group[group["arm"] == arm].sort_values("share", ascending=False)
+    return ", ".join(f"E{row.expert} {100 * row.share:.0f} %" for row in rows.itertuples()) or NOT_RUN
+
+
+def failures_section(tables: Tables) -> Section:
+    heads: Heads = [
+        ("mode", "failure mode", "text"),
+        ("arm", "router", "text"),
+        ("frequency", "frequency (chance)", "sentence"),
+        ("impact", "impact", "sentence"),
+    ]
+    rows: list[list[Any]] = []
+    lacking: set[str] = set()
+    for title, arm in (row for row in ROUTERS if row[1] in (METHOD, BASELINE)):
+        for mode, found in failure_modes(tables, arm).items():
+            rows.append([mode, title, *(found or (NOT_RUN, NOT_RUN))])
+            if found is None:
+                lacking.add(mode)
+    rows.sort(key=lambda row: list(MODES).index(row[0]))
+    text = "Means over seeds with 95 % intervals. " + " ".join(
+        f"{mode}: {what}." for mode, what in MODES.items()
+    )
+    why = [f"{mode}: not run; {NEEDS[mode]}." for mode in MODES if mode in lacking]
+    table = plain_table("results_failures", "6.8 Failure modes", heads, rows)
+    return section("failures", "Failure modes", " ".join([text, *why]), table)
+
+
+MODES = {
+    "Ambiguous context": "documents that switch domain, against the same tokens after another text of "
+    "their domain",
+    "Out of distribution": "loss on a domain that was not trained on, minus that of the dense model",
+    "Early oscillation": "change of usage between logged steps in the first tenth of training over that in "
+    "the last half",
+    "Rare experts": "experts below a tenth of the mean load, and the choices they get",
+}
+NEEDS = {
+    "Ambiguous context": "it needs two domains",
+    "Out of distribution": "it needs validation text of a domain without training text",
+    "Early oscillation": "it needs usage at four logged steps or more",
+    "Rare experts": "it needs loads in evaluation",
+}
+
+
+def failure_modes(tables: Tables, arm: str) -> dict[str, tuple[str, str] | None]:
+    """Return mode -> (frequency, impact), None where nothing was measured."""
+    ambiguous, distant, early, rare = MODES
+    found: dict[str, tuple[str, str] | None] = dict.fromkeys(MODES)
+    if mixed := numbers.mixed_documents(tables, arm):
+        share, lost, kept = mixed
+        found[ambiguous] = (
+            f"{cell(share, 0, 100.0)} % of documents lose",
+            f"{cell(lost, 3, chance=False)} nats per token; choices kept "
+            f"{cell(kept, 1, 100.0, chance=False)} points",
+        )
+    if outside := numbers.unseen_losses(tables, arm):
+        words = [f"{name}: {cell(one, 3, chance=False)} nats per token" for name, one in outside.items()]
+        found[distant] = ("all tokens of " + listed(list(outside)), "; ".join(words))
+    moved = numbers.turnover(tables, arm)
+    if moved is not None and (ratio := numbers.over_seeds(moved["early"] / moved["late"])):
+        found[early] = (
+            f"{cell(ratio, 1, chance=False)} times the late change",
+            f"{percent(float(moved['early'].mean()))} of the load moves per logged step, late "
+            f"{percent(float(moved['late'].mean()))}",
+        )
+    if scarce := numbers.rare_experts(tables, arm):
+        experts, choices = scarce
+        found[rare] = (
+            f"{cell(experts, 1, 100.0, chance=False)} % of experts (balanced: 0)",
+            f"{cell(choices, 2, 100.0, chance=False)} % of choices",
+        )
+    return found
