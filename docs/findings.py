@@ -77,6 +77,7 @@ def render(template: str, studies: list[Tables]) -> str:
 CLAIMS: dict[str, Callable[[Results], list[Claim]]] = {
     "hypotheses": numbers.hypotheses,
     "hash": numbers.hash_claims,
+    "effects": numbers.effect_claims,
 }
 
 
@@ -190,7 +191,7 @@ def hypotheses_panels(results: Results) -> Panels:
 
 
 def hash_panels(results: Results) -> Panels:
-    found = numbers.tests(results)
+    found = results.tests
     panels: Panels = []
     for tables in results.hashes:
         name = numbers.study_name(tables)
@@ -358,6 +359,20 @@ def failures_panels(results: Results) -> Panels:
     ]
 
 
+def effects_panels(results: Results) -> Panels:
+    found = results.tests
+    pairs = numbers.predicted_effects(results.effects)
+    panels: Panels = []
+    for arm in dict.fromkeys(arm for arm, _ in pairs):
+        rows = [
+            (metric.removeprefix(numbers.EFFECT).replace("_", " "), found["effect", arm, metric])
+            for name, metric in pairs
+            if name == arm
+        ]
+        panels.append(Dots(f"{arm}: rank correlation with the effect", rows, 0.0))
+    return panels
+
+
 MEANS = "Means over seeds with intervals"
 CHARTS: dict[str, tuple[Callable[[Results], Panels], str]] = {
     "answers": (
@@ -374,5 +389,6 @@ CHARTS: dict[str, tuple[Callable[[Results], Panels], str]] = {
     "experts": (experts_panels, f"{MEANS}; grey: chance, or balanced load."),
     "sweep": (sweep_panels, f"{MEANS}; the line is the target, grey is balanced random routing."),
     "stability": (stability_panels, f"{MEANS}; lines: ideal."),
+    "effects": (effects_panels, f"{MEANS}; right of the line: experts with a larger score matter more."),
     "failures": (failures_panels, f"{MEANS}; lines: no failure."),
 }

@@ -14,6 +14,7 @@ from moescope.lab.results import Results
 from moescope.lab.study_statistics import compare, holm
 
 SEEDS = range(5)
+EFFECTS = ("effect_load", "effect_alignment", "effect_ambiguity")
 NO_TABLES = Results({}, {}, {}, {}, {})
 
 
@@ -136,7 +137,7 @@ def losses_of_five_seeds() -> dict[str, list[float]]:
 def test_comparisons_are_paired_t_tests_with_holm_over_all_tests():
     losses = losses_of_five_seeds()
     consistency = {"top2": [0.7, 0.72, 0.69, 0.71, 0.7], "spectra": [0.74, 0.73, 0.75, 0.74, 0.73]}
-    found = results.tests(Results.of([study(losses, consistency=consistency)]))
+    found = Results.of([study(losses, consistency=consistency)]).tests
     p = {
         ("main", arm): stats.ttest_rel(losses[arm], losses["spectra"]).pvalue
         for arm in losses
@@ -161,7 +162,7 @@ def test_four_seeds_claim_nothing_and_cost_nothing():
     few = {arm: values[:4] if arm == "dense" else values for arm, values in losses.items()}
     runs = study({arm: values for arm, values in few.items() if arm != "dense"})["study_runs"]
     more = study({"dense": few["dense"]})["study_runs"]
-    found = results.tests(Results.of([{"study_runs": pd.concat([runs, more], ignore_index=True)}]))
+    found = Results.of([{"study_runs": pd.concat([runs, more], ignore_index=True)}]).tests
     assert results.stars(found["main", "dense"]) == "too few seeds"
     p = [stats.ttest_rel(losses[arm], losses["spectra"]).pvalue for arm in ("top2", "expert_choice")]
     assert found["main", "top2"].p_adjusted == pytest.approx(2 * min(p))
@@ -190,6 +191,9 @@ def null_results(generator: np.random.Generator, seeds: int) -> Results:
     main = {"study_runs": runs(routers, consistency=drawn(routers), tokens_per_second=speeds)}
     place = [drawn(both).stack().rename("value").reset_index().assign(layer=layer) for layer in range(2)]
     main["study_layers"] = pd.concat(place).assign(metric="output_orthogonality", domain="", chance=0.9)
+    removed = [drawn(["top2"]).stack().rename("value").reset_index().assign(metric=name) for name in EFFECTS]
+    effects = {"study_layers": pd.concat(removed).assign(layer=0, domain="", chance=0.0)}
+    effects["study_layers"]["value"] -= 9
     domains = ("code", "math", "drama", "stories")
     texts = [drawn(both).stack().rename("loss").reset_index().assign(domain=domain) for domain in domains]
     main["study_documents"] = pd.concat(texts).assign(tokens=10)
@@ -201,14 +205,14 @@ def null_results(generator: np.random.Generator, seeds: int) -> Results:
     sizes["study_axes"] = pd.DataFrame(axes)
     hashed = list(dict.fromkeys(arm for _, *arms in results.HASHES for arm in arms))
     ablation, hashes = {"study_runs": runs(variants)}, {"study_runs": runs(hashed)}
-    return Results(main, ablation, {}, sizes, {}, {}, (hashes,))
+    return Results(main, ablation, {}, sizes, {}, {}, (hashes,), effects)
 
 
 def test_of_four_thousand_results_without_an_effect_at_most_a_twentieth_claims_one():
     """Every test of the page: routers, ablations, layers, consistency, cost at its margin, sizes, domains."""
     studies, seeds = 4000, 10
     everything = results.tested_numbers(null_results(np.random.default_rng(6), studies * seeds))
-    assert len(everything) == 5 + 8 + 5 + 5
+    assert len(everything) == 5 + 8 + 5 + 5 + len(EFFECTS)
     numbers = np.stack([of.sort_index().to_numpy().reshape(studies, seeds) for of in everything.values()], 1)
     null = np.array([0.1 if key == ("H4",) else 0.0 for key in everything])
     adjusted = holm(stats.ttest_1samp(numbers, null[:, None], axis=-1).pvalue)
@@ -250,6 +254,33 @@ def test_h1_to_h3_follow_the_sign_of_a_clear_difference(sign: int, verdict: str)
     tables["study_layers"].loc[lambda frame: frame["arm"] == "spectra", "value"] += np.tile(noise, 2)
     found = verdicts(Results.of([tables]))
     assert (found["H1"], found["H2"], found["H3"]) == (verdict, verdict, verdict)
+
+
+def test_what_predicts_the_effect_of_removing_an_expert_is_tested_over_seeds_in_the_same_family():
+    tables = study(losses_of_five_seeds())
+    values = {
+        "effect_load": [0.5, 0.6, 0.55, 0.52, 0.58],
+        "effect_alignment_given_load": [0.1, -0.2, 0.05, 0.1, -0.1],
+    }
+    tables["study_layers"] = layers(
+        [
+            ("top2", seed, layer, metric, value + 0.1 * (2 * layer - 1), 0.0)
+            for metric, of_seeds in values.items()
+            for seed, value in enumerate(of_seeds)
+            for layer in range(2)
+        ]
+    )
+    found = Results.of([tables])
+    beyond, load = results.effect_claims(found)
+    assert (load.name, load.verdict, beyond.verdict) == ("top2", "confirmed", "not testable")
+    assert beyond.claim.startswith("Alignment")
+    for one, metric in ((load, "effect_load"), (beyond, "effect_alignment_given_load")):
+        assert one.number.mean == pytest.approx(np.mean(values[metric]))
+        assert one.number.p_value == pytest.approx(stats.ttest_1samp(values[metric], 0).pvalue)
+    tested = [one for one in found.tests.values() if one]
+    assert len(tested) == 3 + 2  # losses and correlations
+    assert min(one.p_adjusted for one in tested) == pytest.approx(5 * min(one.p_value for one in tested))
+    assert {one.verdict for one in results.effect_claims(NO_TABLES)} == {"not testable"}
 
 
 @pytest.mark.parametrize(("times", "verdict"), [(1.02, "confirmed"), (1.6, "refuted"), (1.1, "not testable")])

@@ -89,6 +89,7 @@ def all_sections(results: Results) -> list[Section]:
         stability_section(results.main),
         spans_section(results.main),
         failures_section(results.main),
+        effects_section(results),
     ]
 
 
@@ -137,9 +138,17 @@ def hash_section(results: Results) -> Section:
     return section("hash", "Hash routing", text, table)
 
 
+def effects_section(results: Results) -> Section:
+    text = f"Every expert removed in turn, in evaluation. No relation: 0. {family(results)}"
+    table = claims_table(
+        "results_effects", "Effect of removing experts", "claim", numbers.effect_claims(results)
+    )
+    return section("effects", "Removing experts", text, table)
+
+
 def family(results: Results) -> str:
     """Say which tests are corrected together: they are the same in every table."""
-    tested = [one for one in numbers.tests(results).values() if one and math.isfinite(one.p_adjusted)]
+    tested = [one for one in results.tests.values() if one and math.isfinite(one.p_adjusted)]
     return (
         f"Holm-corrected together with all {len(tested)} tests of this page."
         if tested
@@ -156,6 +165,7 @@ def sources(results: Results) -> str:
         "sizes": results.sizes,
         "base models": results.bases,
         "sweep": results.sweep,
+        "removed experts": results.effects,
     }
     named = [f"{numbers.study_name(tables)} ({part})" for part, tables in parts.items() if tables]
     return f" Studies: {', '.join(named)}." if named else ""
@@ -207,7 +217,7 @@ def significance_rows(results: Results) -> list[tuple[str, str, Estimate | None]
     names |= {("ablation", arm): f"SPECTRA-Full vs. {title}" for title, arm, _ in VARIANTS}
     names["main", DENSE_ACTIVE] = "SPECTRA vs. Dense (active size)"
     names["ablation", EQUAL_FLOPS] = "SPECTRA vs. Top-2 of equal FLOPs"
-    found = numbers.tests(results)
+    found = results.tests
     return [(names[key], key[1], one) for key, one in found.items() if key in names]
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -16,6 +17,7 @@ import pandas as pd
 from scipy import stats
 
 from moescope.lab.study_statistics import LEVEL, MIN_SEEDS, ROUNDING, enters_comparisons, hedges_factor, holm
+from moescope.plotting.style import capital
 from moescope.verb import Tables
 
 METHOD, BASELINE = "spectra", "top2"  # arms
@@ -37,6 +39,8 @@ VARIANTS = [  # row, arm, whether the hypothesis on components names it
     ("-Quota", f"{METHOD}-Quota", False),
     ("-All", f"{METHOD}-All", False),
 ]
+EFFECT, GIVEN_LOAD = "effect_", "_given_load"  # metrics of study_layers
+PREDICTORS = ("alignment", "ambiguity")
 EQUAL_FLOPS = f"{BASELINE}_flops"
 HASHES = [  # claim, the arm that is better by it, the other
     ("A hash of the token beats a learned top-two router", "hash", BASELINE),
@@ -100,6 +104,10 @@ def over_seeds(
     return Estimate(float(found.mean()), half, n, chance, p, hedges_g=effect)
 
 
+Key = tuple[str, ...]  # a hypothesis, or what is compared
+Tests = dict[Key, Estimate | None]
+
+
 # --- which study answers what
 
 
@@ -114,6 +122,7 @@ class Results:
     bases: Tables
     sweep: Tables = field(default_factory=dict)
     hashes: tuple[Tables, ...] = ()
+    effects: Tables = field(default_factory=dict)
 
     @classmethod
     def of(cls, studies: Sequence[Tables]) -> Results:
@@ -131,7 +140,23 @@ class Results:
             most(studies, lambda tables: sum(": " in arm for arm in finished_arms(tables))),
             most(studies, lambda tables: int((finished(tables).get("question") == "sweep").sum())),
             tuple(one for one in studies if one is main or controls & finished_arms(one)),
+            most(studies, lambda tables: len(predicted_effects(tables))),
         )
+
+    @cached_property
+    def tests(self) -> Tests:
+        """The estimate of each number that is tested, Holm-corrected together.
+
+        A test on fewer than five seeds claims nothing and is not in the family.
+        """
+        without_effect: dict[Key, float] = {("H4",): SIMILAR_COST}
+        found = {
+            key: over_seeds(values, without_effect=without_effect.get(key, 0.0))
+            for key, values in tested_numbers(self).items()
+        }
+        p = [one.p_value if one and one.seeds >= MIN_SEEDS else math.nan for one in found.values()]
+        adjusted = dict(zip(found, holm(np.array(p)), strict=True))
+        return {key: one and replace(one, p_adjusted=float(adjusted[key])) for key, one in found.items()}
 
 
 def most(studies: Sequence[Tables], count: Callable[[Tables], int]) -> Tables:
@@ -235,10 +260,14 @@ def layer_values(tables: Tables, arm: str | None, metric: str, domain: str = "")
     return rows[rows["value"].notna()]
 
 
+def layer_means(tables: Tables, arm: str | None, metric: str) -> pd.Series:
+    return layer_values(tables, arm, metric).groupby("seed")["value"].mean().astype(float)
+
+
 def layer_value(tables: Tables, arm: str | None, metric: str) -> Estimate | None:
     """Return the mean over layers of a metric, with its chance level."""
-    rows = layer_values(tables, arm, metric)
-    return over_seeds(rows.groupby("seed")["value"].mean(), float(rows["chance"].astype(float).mean()))
+    chance = layer_values(tables, arm, metric)["chance"].astype(float).mean()
+    return over_seeds(layer_means(tables, arm, metric), float(chance))
 
 
 def worst_cv(tables: Tables, arm: str) -> Estimate | None:
@@ -300,10 +329,6 @@ def paired(first: pd.Series, second: pd.Series) -> Estimate | None:
 # --- tests
 
 
-Key = tuple[str, ...]  # a hypothesis, or what is compared
-Tests = dict[Key, Estimate | None]
-
-
 def tested_numbers(results: Results) -> dict[Key, pd.Series]:
     """Return every number that is tested, by seed: the one family of tests."""
     routers = [arm for _, arm in ROUTERS if arm != METHOD] + [DENSE_ACTIVE]
@@ -321,22 +346,18 @@ def tested_numbers(results: Results) -> dict[Key, pd.Series]:
     for tables in results.hashes:
         name = study_name(tables)
         found |= {(name, arm, other): loss_gain(tables, arm, other) for _, arm, other in HASHES}
+    found |= {
+        ("effect", arm, metric): layer_means(results.effects, arm, metric)
+        for arm, metric in predicted_effects(results.effects)
+    }
     return found
 
 
-def tests(results: Results) -> Tests:
-    """Return the estimate of each number that is tested, Holm-corrected together.
-
-    A test on fewer than five seeds claims nothing and is not in the family.
-    """
-    without_effect: dict[Key, float] = {("H4",): SIMILAR_COST}
-    found = {
-        key: over_seeds(values, without_effect=without_effect.get(key, 0.0))
-        for key, values in tested_numbers(results).items()
-    }
-    p = [one.p_value if one and one.seeds >= MIN_SEEDS else math.nan for one in found.values()]
-    adjusted = dict(zip(found, holm(np.array(p)), strict=True))
-    return {key: one and replace(one, p_adjusted=float(adjusted[key])) for key, one in found.items()}
+def predicted_effects(tables: Tables) -> list[tuple[str, str]]:
+    """Return arm and metric of each correlation with the effect of removing an expert."""
+    rows = tables.get("study_layers", pd.DataFrame(columns=["arm", "metric"]))
+    rows = rows.loc[rows["metric"].str.startswith(EFFECT), ["arm", "metric"]].drop_duplicates()
+    return [(arm, metric) for metric, arm in sorted(zip(rows["metric"], rows["arm"], strict=True))]
 
 
 def loss_gain(tables: Tables, arm: str, other: str) -> pd.Series:
@@ -468,7 +489,7 @@ class Claim:
 
 def hypotheses(results: Results) -> list[Claim]:
     """Return H1 to H7."""
-    found, both = tests(results), missing(METHOD, BASELINE)
+    found, both = results.tests, missing(METHOD, BASELINE)
     return [
         judge(
             "H1",
@@ -520,7 +541,7 @@ def hypotheses(results: Results) -> list[Claim]:
 
 def hash_claims(results: Results) -> list[Claim]:
     """Return the claims on hash routing, of each study that has their arms."""
-    found, claims = tests(results), []
+    found, claims = results.tests, []
     for claim, arm, other in HASHES:
         compared = [name for name in map(study_name, results.hashes) if found[name, arm, other]]
         measure = f"loss of {other} minus {arm} (nats per token)"
@@ -528,6 +549,19 @@ def hash_claims(results: Results) -> list[Claim]:
             judge(name, claim, measure, found.get((name, arm, other)), missing(arm, other))
             for name in compared or [""]
         ]
+    return claims
+
+
+def effect_claims(results: Results) -> list[Claim]:
+    """Return the claims on what predicts the effect of removing an expert, per router and predictor."""
+    found, claims = results.tests, []
+    measure = "rank correlation with the effect within layers, mean over layers; experts permuted: zero"
+    needs = "needs a study that removes every expert"
+    for arm, metric in predicted_effects(results.effects) or [("", name) for name in PREDICTORS]:
+        predictor, given, _ = metric.removeprefix(EFFECT).partition(GIVEN_LOAD)
+        claim = f"{capital(predictor)} predicts the effect of removing an expert"
+        claim += ", beyond what load predicts" if given else ""
+        claims.append(judge(arm, claim, measure, found.get(("effect", arm, metric)), needs))
     return claims
 
 
@@ -571,8 +605,7 @@ def components(results: Results, found: Tests) -> Claim:
 
 def layer_difference(tables: Tables, metric: str) -> pd.Series:
     """Return the method's mean over layers minus the baseline's, by seed."""
-    means = (layer_values(tables, arm, metric).groupby("seed")["value"].mean() for arm in (METHOD, BASELINE))
-    return next(means).astype(float) - next(means).astype(float)
+    return layer_means(tables, METHOD, metric) - layer_means(tables, BASELINE, metric)
 
 
 def longer_training(tables: Tables) -> pd.Series:
