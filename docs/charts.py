@@ -9,8 +9,11 @@ from dataclasses import dataclass, replace
 
 from moescope.lab.results import NOT_RUN, Estimate
 
-WIDTH, ROW, HEIGHT = 325, 20, 210  # pixels
-COLOURS = ("#3B82C4", "#D9631E", "#2F9E63", "#A35BC7")
+WIDTH, ROW, HEIGHT = 325, 20, 150  # pixels
+COLOURS = (
+    *("#3B82C4", "#D9631E", "#2F9E63", "#A35BC7", "#C79A1B", "#D1477A"),
+    *("#1FA3B3", "#8A7A6B", "#7C8F2E", "#6E6ED6"),
+)
 LETTER = 6.1  # pixels of an average letter
 STYLE = "fill='currentColor' font-size='11' font-family='sans-serif'"
 FAINT = "stroke='currentColor' stroke-opacity='0.25'"
@@ -68,6 +71,7 @@ class Lines:
     title: str
     series: dict[str, list[Point]]
     labels: dict[float, str]  # of the x axis
+    marks: bool = True
 
     def svg(self) -> str:
         points = [point for of in self.series.values() for point in of]
@@ -75,13 +79,16 @@ class Lines:
             return ""
         low, high, ticks = axis([end for _, one in points for end in (one.low, one.high, one.mean)])
         first, last = min(self.labels), max(self.labels)
-        left, bottom = LETTER * max(len(label) for _, label in ticks) + 8, HEIGHT - 20
+        left = LETTER * max(len(label) for _, label in ticks) + 8
+        places = legend(list(self.series))
+        top = places[-1][1] + 14
+        bottom = top + HEIGHT
 
         def x(place: float) -> float:
             return left + 8 + (WIDTH - left - 24) * (place - first) / ((last - first) or 1.0)
 
         def y(value: float) -> float:
-            return bottom - (bottom - 44) * (value - low) / (high - low)
+            return bottom - HEIGHT * (value - low) / (high - low)
 
         parts = [words(0, 13, self.title, "font-weight='bold'")]
         for tick, label in ticks:
@@ -93,22 +100,65 @@ class Lines:
             words(x(place), bottom + 15, label, "text-anchor='middle' opacity='0.8'")
             for place, label in self.labels.items()
         ]
-        start = left
-        for colour, (name, of) in zip(COLOURS, self.series.items(), strict=False):
-            path = " ".join(f"{x(place):.1f},{y(one.mean):.1f}" for place, one in of)
+        for line, (name, of) in enumerate(self.series.items()):
+            colour, (start, level) = COLOURS[line % len(COLOURS)], places[line]
+            shift = (
+                4 * (line - (len(self.series) - 1) / 2) if self.marks else 0.0
+            )  # so that intervals are apart
+            found = [(x(place) + shift, one) for place, one in of]
+            path = " ".join(f"{at:.1f},{y(one.mean):.1f}" for at, one in found)
             parts += [
-                f"<circle cx='{start + 4:.1f}' cy='27' r='4' fill='{colour}'/>",
-                words(start + 12, 31, name),
+                f"<circle cx='{start + 4:.1f}' cy='{level - 4}' r='4' fill='{colour}'/>",
+                words(start + 12, level, name),
                 f"<polyline points='{path}' fill='none' stroke='{colour}' stroke-width='1.5'/>",
             ]
-            start += LETTER * len(name) + 26
-            for place, one in of:
-                at = x(place)
+            for at, one in found if self.marks else []:
                 parts.append(mark(at, y(one.mean), at, y(one.low), at, y(one.high), one, colour))
-        return drawing(HEIGHT, self.title, parts)
+        return drawing(bottom + 20, self.title, parts)
 
 
-def figure(panels: Iterable[Dots | Lines], caption: str) -> str:
+@dataclass(frozen=True)
+class Shares:
+    """One bar per name, of parts that are shares of 1; a part is labelled where there is room."""
+
+    title: str
+    rows: list[tuple[str, list[tuple[str, float]]]]
+
+    def svg(self) -> str:
+        if not self.rows:
+            return ""
+        left = min(LETTER * max(len(name) for name, _ in self.rows) + 8, 160)
+        names = sorted({part for _, parts in self.rows for part, _ in parts})
+        colours = {name: COLOURS[place % len(COLOURS)] for place, name in enumerate(names)}
+        parts = [words(0, 13, self.title, "font-weight='bold'")]
+        for place, (name, of) in enumerate(self.rows):
+            y, start = ROW * place + 24, left
+            parts.append(words(0, y + 13, name))
+            for part, share in of:
+                wide = (WIDTH - left) * share
+                box = f"x='{start:.1f}' y='{y}' width='{wide:.1f}' height='{ROW - 3}'"
+                parts.append(f"<rect {box} fill='{colours[part]}'/>")
+                if wide > LETTER * len(part):
+                    middle = f"x='{start + wide / 2:.1f}' y='{y + 12}' text-anchor='middle'"
+                    style = "fill='white' font-size='10' font-family='sans-serif'"
+                    parts.append(f"<text {middle} {style}>{html.escape(part)}</text>")
+                start += wide
+        return drawing(ROW * len(self.rows) + 26, self.title, parts)
+
+
+def legend(names: list[str]) -> list[tuple[float, int]]:
+    """Return the place of each name below the title, in as many lines as needed."""
+    places, x, y = [], 0.0, 31
+    for name in names:
+        wide = 1.1 * LETTER * len(name) + 26
+        if x and x + wide > WIDTH:
+            x, y = 0.0, y + 16
+        places.append((x, y))
+        x += wide
+    return places
+
+
+def figure(panels: Iterable[Dots | Lines | Shares], caption: str) -> str:
     """Return the panels side by side as far as there is room; of an empty figure, that it was not run."""
     drawn = [svg for panel in panels if (svg := panel.svg())]
     if not drawn:
@@ -125,7 +175,9 @@ def axis(values: list[float]) -> tuple[float, float, list[tuple[float, str]]]:
     """Return the ends of an axis over the finite values, and its ticks with labels."""
     finite = [value for value in values if math.isfinite(value)]
     low, high = min(finite), max(finite)
-    span = (high - low) or abs(high) or 1.0
+    if low == high:
+        high = low + (abs(low) or 1.0)
+    span = high - low
     low, high = low - 0.04 * span, high + 0.04 * span
     power = 10.0 ** math.floor(math.log10((high - low) / 3))
     step = next(power * times for times in (1, 2, 5, 10) if (high - low) / (power * times) <= 5)

@@ -14,14 +14,14 @@ from pathlib import Path
 from typing import Any
 
 import pandas as pd
-from charts import Dots, Lines, figure
+from charts import Dots, Lines, Shares, figure
 from jinja2 import Environment, StrictUndefined
 
 from moescope.lab import results as numbers
 from moescope.lab.figures_study import TARGET_CV
 from moescope.lab.report_cells import cell as estimate_text
 from moescope.lab.report_cells import p_text
-from moescope.lab.report_results import FFN, all_sections, significance_rows, sources
+from moescope.lab.report_results import FFN, all_sections, significance_rows, sources, task_values
 from moescope.lab.report_study import described, study_tables
 from moescope.lab.results import (
     BASELINE,
@@ -41,7 +41,7 @@ from moescope.verb import Payload, Tables
 STUDIES = Path(__file__).parent.parent / "studies"
 PAGES = ("findings.md", "results.md", "routers.md")
 SHOWN = {METHOD: "SPECTRA", BASELINE: "Switch Top-2"}
-Panels = list[Dots | Lines]
+Panels = list[Dots | Lines | Shares]
 
 
 def read_results(folder: Path = STUDIES) -> list[Tables]:
@@ -61,9 +61,7 @@ def render(template: str, studies: list[Tables]) -> str:
         "claims": lambda kind: claims_table(CLAIMS[kind](results)),
         "counts": lambda: counts_table(results),
         "chart": lambda anchor: chart(anchor, results),
-        "sections": lambda: "\n\n".join(
-            section_text(one, results) for one in all_sections(results) if one.tables
-        ),
+        "sections": lambda: "\n\n".join(section_text(one, results) for one in all_sections(results)),
         "routers": lambda: routers_table(results.main),
         "sources": lambda: sources(results).strip() or "No study was run.",
     }
@@ -139,7 +137,8 @@ def routers_table(tables: Tables) -> str:
 def section_text(section: Any, results: Results) -> str:
     """Return a section of the page Results: text, figure, tables."""
     anchor = section.anchor.removeprefix("results-")
-    parts = [f"## {section.title}", cell(section.text)]
+    shown = "" if anchor in CHARTS or section.tables else "In the interactive report only."
+    parts = [f"## {section.title}", cell(section.text) or shown]
     parts += [chart(anchor, results)] if anchor in CHARTS else []
     parts += [f"**{one['title']}**\n\n{payload_table(one)}" for one in section.tables]
     return "\n\n".join(parts)
@@ -205,7 +204,7 @@ def significance_panels(results: Results) -> Panels:
     closure = [(arm, numbers.gap_closure(results.main, arm)) for _, arm in ROUTERS]
     return [
         Dots("Loss minus SPECTRA (nats per token)", rows, 0.0),
-        Dots("Gap closure (0: dense, 1: dense of total size)", closure, 0.0),
+        Dots("Gap closure (0: dense, 1: dense of total size)", closure),
     ]
 
 
@@ -223,6 +222,52 @@ def performance_panels(results: Results) -> Panels:
             (arm, numbers.over_seeds(losses[arm][domain]) if domain in losses[arm] else None) for arm in arms
         ]
         panels.append(Dots(f"{domain}{', not trained on' if domain in outside else ''}: loss", rows))
+    tasks: dict[str, list[tuple[str, Estimate | None]]] = {}
+    for arm, task, found in task_values([tables, results.bases]):
+        tasks.setdefault(task, []).append((arm, found))
+    return [*panels, *(Dots(task, rows) for task, rows in tasks.items())]
+
+
+def curves_panels(tables: Tables, column: str, title: str, arms: list[tuple[str, str]]) -> Panels:
+    """Means over seeds by step."""
+    if "study_curves" not in tables:
+        return []
+    means = tables["study_curves"].groupby(["arm", "step"])[column].mean().dropna()
+    series = {
+        name: [(float(step), Estimate(float(value), math.nan, 0)) for step, value in means[arm].items()]
+        for name, arm in arms
+        if arm in means.index.get_level_values("arm")
+    }
+    if not series:
+        return []
+    last = max(step for of in series.values() for step, _ in of)
+    labels = {last * part: f"{last * part:,.0f}" for part in (0.0, 0.5, 1.0)}
+    return [Lines(title, series, labels, marks=False)]
+
+
+def variant_curves(results: Results) -> Panels:
+    arms = [(title, arm) for title, arm, _ in VARIANTS]
+    return curves_panels(
+        results.ablation, "validation_loss", "Validation loss (nats per token) by step", arms
+    )
+
+
+def entropy_curves(results: Results) -> Panels:
+    return curves_panels(results.main, "routing_entropy", "Routing entropy (nats) by step", ROUTERS)
+
+
+def spans_panels(results: Results) -> Panels:
+    spans = results.main.get("study_spans")
+    if spans is None or spans.empty:
+        return []
+    spans = spans[(spans["seed"] == spans["seed"].min()) & (spans["document"] == 0)]
+    panels: Panels = []
+    for arm, title in SHOWN.items():
+        rows = []
+        for (first, last, domain), of in spans[spans["arm"] == arm].groupby(["first", "last", "domain"]):
+            parts = [(f"E{expert}", share) for expert, share in zip(of["expert"], of["share"], strict=True)]
+            rows.append((f"{first + 1} to {last + 1}, {domain}", sorted(parts, key=lambda part: -part[1])))
+        panels.append(Shares(f"{title}: most used experts per span of tokens", rows))
     return panels
 
 
@@ -383,12 +428,18 @@ CHARTS: dict[str, tuple[Callable[[Results], Panels], str]] = {
     "hash": (hash_panels, f"{MEANS}; right of the line the first arm is better."),
     "significance": (significance_panels, f"{MEANS}, paired by seed; right of the line SPECTRA is better."),
     "performance": (performance_panels, f"{MEANS}; less is better. Rows by overall loss."),
-    "variants": (variants_panels, f"{MEANS} and layers; grey: chance, or balanced load."),
+    "variants": (
+        variants_panels,
+        "Means over layers and seeds with intervals; grey: chance, or balanced load.",
+    ),
     "overhead": (overhead_panels, "Median time of a forward pass in training mode."),
     "bases": (bases_panels, f"{MEANS}; less is better."),
     "experts": (experts_panels, f"{MEANS}; grey: chance, or balanced load."),
     "sweep": (sweep_panels, f"{MEANS}; the line is the target, grey is balanced random routing."),
     "stability": (stability_panels, f"{MEANS}; lines: ideal."),
+    "figure-arms-validation-loss-by-step": (variant_curves, "Means over seeds."),
+    "figure-arms-routing-entropy-by-step": (entropy_curves, "Means over seeds and layers, in training."),
+    "spans": (spans_panels, "First document and first seed; a bar is the share of the span's choices."),
     "effects": (effects_panels, f"{MEANS}; right of the line: experts with a larger score matter more."),
     "failures": (failures_panels, f"{MEANS}; lines: no failure."),
 }

@@ -271,7 +271,7 @@ def performance_section(tables: Tables, bases: Tables) -> Section:
     if tables and numbers.gap_closure(tables, METHOD) is None:
         text += f" {no_gap(tables)}"
     table = plain_table("results_performance", "6.1 Task performance", heads, rows)
-    tasks = task_rows([tables, bases])
+    tasks = [[arm, task, cell(found)] for arm, task, found in task_values([tables, bases])]
     text += "" if tasks else f" {NO_HARNESS}"
     heads = [("arm", "model", "text"), ("task", "task and metric", "text"), ("value", "value ± 95 %", "text")]
     harness = plain_table(
@@ -280,18 +280,16 @@ def performance_section(tables: Tables, bases: Tables) -> Section:
     return section("performance", "Task performance", text.strip(), table, harness)
 
 
-def task_rows(studies: list[Tables]) -> list[list[Any]]:
+def task_values(studies: list[Tables]) -> list[tuple[str, str, Estimate]]:
     """Return arm, task and value: columns of study_runs named `task:TASK METRIC`."""
-    rows = []
-    for tables in studies:
-        columns = [name for name in numbers.finished(tables) if name.startswith(TASK)]
-        rows += [
-            [arm, name.removeprefix(TASK), cell(found, 3)]
-            for name in columns
-            for arm in dict.fromkeys(numbers.finished(tables)["arm"])
-            if (found := numbers.run_value(tables, arm, name))
-        ]
-    return rows
+    return [
+        (arm, name.removeprefix(TASK), found)
+        for tables in studies
+        for name in numbers.finished(tables)
+        if name.startswith(TASK)
+        for arm in dict.fromkeys(numbers.finished(tables)["arm"])
+        if (found := numbers.run_value(tables, arm, name))
+    ]
 
 
 def perplexity(found: Estimate | None) -> str:
