@@ -12,14 +12,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pandas as pd
-from scipy import stats
 
 import moescope
 from moescope.lab import study as lab_study
 from moescope.lab import study_task
-from moescope.lab.study_statistics import holm
 from moescope.lab.study_task import DONE, TaskResult, TrainingTask
 from moescope.lab.train import saved_checkpoints
 from moescope.reporting.joint import alignment_of
@@ -28,7 +25,6 @@ from moescope.run import Run
 
 ROWS = 60  # of held-out text, four fifths of them judged
 BATCH = 32
-LEVEL = 0.05
 
 
 def run_task(device: str, task: TrainingTask, tick: Callable[[], None]) -> TaskResult:
@@ -84,30 +80,6 @@ def correlation_rows(scores: pd.DataFrame) -> pd.DataFrame:
                 metric = f"effect_{name}{suffix}"
                 rows.append({"layer": layer, "metric": metric, "domain": "", "value": value, "chance": 0.0})
     return pd.DataFrame(rows, columns=["layer", "metric", "domain", "value", "chance"])
-
-
-def write_tests(folder: Path) -> pd.DataFrame:
-    """Test every correlation over the seeds: write and return correlations.parquet.
-
-    Per seed the mean over layers, over seeds a t-test against 0, Holm-corrected over routers and predictors.
-    """
-    rows = pd.read_parquet(folder / "results.parquet")
-    rows = rows[rows["metric"].str.startswith("effect_")]
-    seeds = rows.groupby(["arm", "metric", "seed"])["value"].mean()
-    found = []
-    for (arm, metric), values in seeds.groupby(["arm", "metric"]):
-        n, mean, error = len(values), float(values.mean()), float(values.sem())
-        half = stats.t.ppf(1 - LEVEL / 2, n - 1) * error if n > 1 else np.nan
-        p = 2 * stats.t.sf(abs(mean) / error, n - 1) if n > 1 and error > 0 else np.nan
-        found.append(
-            {"arm": arm, "metric": metric, "seeds": n, "mean": mean, "low": mean - half, "high": mean + half}
-            | {"chance": 0.0, "p": p}
-        )
-    table = pd.DataFrame(found)
-    if len(table):
-        table["p_holm"] = holm(table["p"].to_numpy(float))
-        table.to_parquet(folder / "correlations.parquet", compression="zstd", index=False)
-    return table
 
 
 def study(**options: Any) -> Run:

@@ -26,6 +26,9 @@ TUNING_SEEDS = [100, 101]  # of no other study
 TUNING_STEPS = 300
 UNTUNED_STEPS = 700
 STEPS = 1000  # of 8,192 tokens
+BASE_STEPS, EXISTING_STEPS = 400, 120  # of a base, and of its routers and experts
+EXISTING_BYTES = 5_000_000
+SMOKE_STEPS = 30
 SEEDS = 10
 
 # A token meets equally many parameters in every arm; with one expert per token experts are twice as wide and
@@ -240,6 +243,32 @@ def causal(tuned: Design) -> Design:
     return study("top2", 5, arms, base(steps=UNTUNED_STEPS))
 
 
+def existing(tuned: Design) -> Design:
+    """Routers in models that exist (existing.py): arms are "BASE: WAY"."""
+    experts = {"experts": 8, "top_k": 2, "d_ff": 512}
+    bases: dict[str, tuple[Design, Design]] = {  # of the base, and of what it is with other routers
+        "dense small, upcycled": ({"router": "dense"}, experts),
+        "dense medium, upcycled": (
+            {"router": "dense", "d_model": 256, "d_ff": 512, "heads": 8},
+            {**experts, "d_model": 256, "d_ff": 1024, "heads": 8},
+        ),
+        "existing MoE": ({"router": "topk", "top_k": 2, "experts": 8}, {"experts": 8}),
+    }
+    arms: dict[str, Design] = {}
+    longer = {**rate(RATE / 2), "steps": EXISTING_STEPS, "warmup": EXISTING_STEPS // 10}
+    for name, (model, experts) in bases.items():
+        arms[f"{name}: untouched"] = {"model": model, "train": {"steps": BASE_STEPS}}
+        arms[f"{name}: trained on"] = {"model": model, "train": longer}
+        for router in ("top2", "spectra"):
+            options = {key: value for key, value in tuned.get(router, {}).items() if key != "learning_rate"}
+            chosen = {"router_options": options} if options else {}
+            arms[f"{name}: {router}"] = {"model": {**experts, "router": router, **chosen}, "train": longer}
+    shared = base(steps=BASE_STEPS)
+    shared["data"]["max_bytes"] = EXISTING_BYTES
+    shared["train"] |= {"evaluate_every": BASE_STEPS, "checkpoint_every": BASE_STEPS, "compile": False}
+    return study("existing MoE: untouched", 5, arms, shared)
+
+
 def hash_study(vocabulary: str, tuned: Design) -> Design:
     """Hash against top2, and what explains the difference: tables, what is hashed, what the router reads."""
     arms: dict[str, Design] = {}
@@ -259,7 +288,7 @@ def study(reference: str, seeds: int | list[int], arms: dict[str, Design], share
 
 def designs(tuned: Design) -> dict[str, Design]:
     """Return every study by name, with the winners of the tuning as far as they are known."""
-    edges = tuned.get("edges") or {"top2": {"learning_rate": [8 * RATE]}}
+    edges = tuned.get("edges") or {"top2": {"learning_rate": [8 * RATE, 16 * RATE]}}
     return {
         "tuning_rate": tuning_rate(),
         "tuning_option": tuning_option(tuned.get("rates", {}), tuned.get("more", {})),
@@ -271,6 +300,7 @@ def designs(tuned: Design) -> dict[str, Design]:
         "scaling_experts": scaling_experts(tuned.get("best", {})),
         "scaling_size": scaling_size(tuned.get("best", {})),
         "causal": causal(tuned.get("best", {})),
+        "existing": existing(tuned.get("best", {})),
         "hash_bytes": hash_study("bytes", tuned.get("best", {})),
         "hash_bpe": hash_study("bpe", tuned.get("best", {})),
     }
@@ -313,7 +343,7 @@ def shrink(design: Design) -> Design:
     vocabulary = design["base"]["data"]["vocabulary"]
     model = {"d_model": 32, "layers": 2, "heads": 2, "d_ff": 32, "max_positions": 64, "qk_norm": False}
     model |= {"vocabulary": 512 if vocabulary == "bpe" else 260, "experts": 8}
-    train = {"steps": 30, "batch_size": 8, "sequence_length": 64, "warmup": 3, "learning_rate": 0.02}
+    train = {"steps": SMOKE_STEPS, "batch_size": 8, "sequence_length": 64, "warmup": 3, "learning_rate": 0.02}
     train |= {
         "final_learning_rate": 0.002,
         "evaluate_every": 5,
@@ -325,10 +355,12 @@ def shrink(design: Design) -> Design:
         changed = {key: value for key, value in table["model"].items() if key not in ("d_ff", "heads")}
         changed |= {"d_model": table["model"]["d_model"] // 4} if "d_model" in table["model"] else {}
         changed |= {"d_ff": table["model"]["d_ff"] // 64 * 8} if "d_ff" in table["model"] else {}
-        times = table.get("train", {}).get("steps", STEPS) // STEPS
-        steps = {"steps": times * 30} if times > 1 else {}
-        rates = rate(10 * table["train"]["learning_rate"])
-        arms[name] = {**table, "model": changed, "train": {**steps, **rates}}
+        given, each = table.get("train", {}), {}
+        if "steps" in given:
+            each["steps"] = max(SMOKE_STEPS * given["steps"] // design["base"]["train"]["steps"], 1)
+            each["warmup"] = max(each["steps"] // 10, 1)
+        each |= rate(10 * given["learning_rate"]) if "learning_rate" in given else {}
+        arms[name] = {**table, "model": changed, "train": each}
     data = {"vocabulary": vocabulary, "max_bytes": 400_000}
     small = {"model": model, "data": data, "train": train}
     return {**design, "seeds": 2, "base": small, "arms": arms}

@@ -24,7 +24,6 @@ import numpy as np
 import pandas as pd
 
 sys.path.insert(0, str(Path(__file__).parent))
-import causal
 import designs
 
 from moescope.lab.study import TASK_TABLES, VERB, current_tables
@@ -36,7 +35,7 @@ from moescope.tables import read_parquet
 
 MARGIN = 20  # seconds for running trainings to stop
 WORK = "import json, sys; sys.path[:0] = [sys.argv[1]]; import {0}; {0}.study(**json.loads(sys.argv[2]))"
-TRAINERS = {"causal": "causal"}  # study -> module of this folder that trains in place of moescope
+OWN_TASKS = ("causal", "existing")  # studies whose trainings are those of the module of that name
 KEYS = ["study", "question", "arm", "seed", "status", "metric", "layer", "domain", "value", "chance"]
 
 
@@ -48,7 +47,7 @@ def run_study(name: str, store: Path, work: Path, seconds: float, jobs: int, dev
     before = len(finished(store / name / "run"))
     began, started = time.perf_counter(), time.strftime("%Y-%m-%d %H:%M:%S", time.gmtime())
     options = {"config": str(file), "out": str(folder), "jobs": jobs, "device": device, "quiet": True}
-    code = WORK.format(TRAINERS.get(name, "moescope"))
+    code = WORK.format(name if name in OWN_TASKS else "moescope")
     process = subprocess.Popen([sys.executable, "-c", code, str(designs.FOLDER), json.dumps(options)])
     stop = work / "stop"  # whoever creates this file ends the shard early
     while process.poll() is None and time.perf_counter() - began < seconds and not stop.exists():
@@ -99,8 +98,6 @@ def pack(folder: Path, target: Path) -> None:
 def write_results(target: Path) -> None:
     frame = results(target.name, target / "run")
     frame.to_parquet(target / "results.parquet", compression="zstd", index=False)
-    if target.name == "causal":
-        causal.write_tests(target)
 
 
 def unpack(run: Path, folder: Path, study: Path) -> None:

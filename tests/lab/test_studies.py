@@ -13,8 +13,11 @@ from types import ModuleType
 import numpy as np
 import pandas as pd
 import pytest
-import scipy.stats
+import torch
 
+from decoder.tiny_lab import tiny, trained
+from moescope.decoder.saving import save_model
+from moescope.decoder.vocabulary import Bytes
 from moescope.lab.study import VERB
 from moescope.lab.study_config import study_from
 from moescope.lab.tables import TABLES
@@ -37,6 +40,7 @@ def script(name: str) -> ModuleType:
 designs = script("designs")
 run = script("run")
 causal = script("causal")
+existing = script("existing")
 
 
 def test_every_design_is_a_study_at_both_sizes_and_survives_toml():
@@ -113,32 +117,19 @@ def test_effects_are_correlated_within_layers_plain_and_given_load():
     assert set(without_rows["metric"]) == {"effect_load"}
 
 
-def test_correlations_are_tested_over_seeds_and_corrected_over_the_family(tmp_path: Path):
-    draw = np.random.default_rng(1)
-    rows = [
-        {"arm": arm, "seed": seed, "metric": metric, "layer": layer, "value": draw.normal(shift, 0.1)}
-        for arm, metric, shift in (("a", "effect_load", 0.5), ("a", "effect_alignment", 0.05), ("b", "cv", 9))
-        for seed in range(5)
-        for layer in range(3)
-    ]
-    table = pd.DataFrame(rows)
-    table.to_parquet(tmp_path / "results.parquet")
-    found = causal.write_tests(tmp_path).set_index(["arm", "metric"])
-    assert set(found.index) == {("a", "effect_load"), ("a", "effect_alignment")}
-    tests = {}
-    for metric in ("effect_load", "effect_alignment"):
-        means = [
-            np.mean([row["value"] for row in rows if row["metric"] == metric and row["seed"] == seed])
-            for seed in range(5)
-        ]
-        tests[metric] = scipy.stats.ttest_1samp(means, 0)
-        one = found.loc["a", metric]
-        assert one["p"] == pytest.approx(tests[metric].pvalue)
-        assert (one["low"], one["high"]) == pytest.approx(tuple(tests[metric].confidence_interval()))
-    small, large = sorted(test.pvalue for test in tests.values())
-    assert sorted(found["p_holm"]) == pytest.approx([2 * small, max(2 * small, large)])
-    stored = pd.read_parquet(tmp_path / "correlations.parquet")
-    assert stored["p_holm"].tolist() == found["p_holm"].tolist()
+@pytest.mark.parametrize("router", ["dense", "topk"])
+def test_a_base_of_the_lab_predicts_the_same_in_transformers(tmp_path: Path, router: str):
+    from transformers import AutoModelForCausalLM
+
+    config = tiny(router, vocabulary=258, qk_norm=False, **({"top_k": 2} if router == "topk" else {}))
+    model = trained(config)
+    save_model(model, Bytes(), tmp_path / "lab")
+    existing.write_for_transformers(tmp_path / "lab", tmp_path / "base")
+    theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "base")
+    assert type(theirs).__name__ == {"dense": "LlamaForCausalLM", "topk": "MixtralForCausalLM"}[router]
+    ids = torch.arange(40).reshape(2, 20) * 3
+    with torch.no_grad():
+        assert torch.allclose(theirs(input_ids=ids).logits, model.eval()(ids).logits_BLV, atol=1e-5)
 
 
 STORED = sorted(file.parent.parent for file in STUDIES.glob("*/run/run.json"))
