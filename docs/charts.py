@@ -146,6 +146,55 @@ class Shares:
         return drawing(ROW * len(self.rows) + 26, self.title, parts)
 
 
+@dataclass(frozen=True)
+class Areas:
+    """Shares of 1 over steps, one on top of the other; one row of shares per step."""
+
+    title: str
+    steps: list[float]
+    shares: list[list[float]]
+
+    def svg(self) -> str:
+        span = (self.steps[-1] - self.steps[0]) or 1.0
+        x = [38 + (WIDTH - 56) * (step - self.steps[0]) / span for step in self.steps]
+        floor = [0.0] * len(x)
+        parts = [words(0, 13, self.title, "font-weight='bold'")]
+        for place in range(len(self.shares[0])):
+            top = [low + of[place] for low, of in zip(floor, self.shares, strict=True)]
+            edge = [*zip(x, top, strict=True), *reversed(list(zip(x, floor, strict=True)))]
+            points = " ".join(f"{at:.1f},{24 + HEIGHT * (1 - share):.1f}" for at, share in edge)
+            colour = COLOURS[place % len(COLOURS)]
+            parts.append(f"<polygon points='{points}' fill='{colour}' fill-opacity='0.85'/>")
+            floor = top
+        parts += [words(0, 28, "100 %"), words(0, 24 + HEIGHT, "0 %")]
+        for at, step in ((x[0], self.steps[0]), (x[-1], self.steps[-1])):
+            parts.append(words(at, HEIGHT + 38, f"{step:,.0f}", "text-anchor='middle' opacity='0.8'"))
+        return drawing(HEIGHT + 42, self.title, parts)
+
+
+@dataclass(frozen=True)
+class Map:
+    """Labelled points on two axes of one scale, 0 in the middle."""
+
+    title: str
+    points: list[tuple[float, float, str]]
+    limit: float
+
+    def svg(self) -> str:
+        middle, scale = WIDTH / 2, (WIDTH / 2 - 16) / (self.limit or 1.0)
+        parts = [words(0, 13, self.title, "font-weight='bold'")]
+        low, high = 24, 24 + WIDTH
+        parts += [
+            f"<line x1='{middle}' x2='{middle}' y1='{low}' y2='{high}' {FAINT}/>",
+            f"<line x1='0' x2='{WIDTH}' y1='{low + middle}' y2='{low + middle}' {FAINT}/>",
+        ]
+        for x, y, label in self.points:
+            at = f"cx='{middle + scale * x:.1f}' cy='{low + middle - scale * y:.1f}'"
+            parts.append(f"<circle {at} r='4' fill='{COLOURS[0]}'/>")
+            parts.append(words(middle + scale * x + 6, low + middle - scale * y + 4, label))
+        return drawing(high, self.title, parts)
+
+
 def legend(names: list[str]) -> list[tuple[float, int]]:
     """Return the place of each name below the title, in as many lines as needed."""
     places, x, y = [], 0.0, 31
@@ -158,7 +207,10 @@ def legend(names: list[str]) -> list[tuple[float, int]]:
     return places
 
 
-def figure(panels: Iterable[Dots | Lines | Shares], caption: str) -> str:
+Panel = Dots | Lines | Shares | Areas | Map
+
+
+def figure(panels: Iterable[Panel], caption: str) -> str:
     """Return the panels side by side as far as there is room; of an empty figure, that it was not run."""
     drawn = [svg for panel in panels if (svg := panel.svg())]
     if not drawn:

@@ -14,14 +14,15 @@ from pathlib import Path
 from typing import Any
 
 import pandas as pd
-from charts import Dots, Lines, Shares, figure
+from charts import Areas, Dots, Lines, Map, Panel, Shares, figure
 from jinja2 import Environment, StrictUndefined
 
 from moescope.lab import results as numbers
+from moescope.lab.figures_results import first_seed, middle_layer, variant_arms
 from moescope.lab.figures_study import TARGET_CV
 from moescope.lab.report_cells import cell as estimate_text
 from moescope.lab.report_cells import p_text
-from moescope.lab.report_results import FFN, all_sections, significance_rows, sources, task_values
+from moescope.lab.report_results import FFN, PARTS, all_sections, significance_rows, sources, task_values
 from moescope.lab.report_study import described, study_tables
 from moescope.lab.results import (
     BASELINE,
@@ -41,7 +42,7 @@ from moescope.verb import Payload, Tables
 STUDIES = Path(__file__).parent.parent / "studies"
 PAGES = ("findings.md", "results.md", "routers.md")
 SHOWN = {METHOD: "SPECTRA", BASELINE: "Switch Top-2"}
-Panels = list[Dots | Lines | Shares]
+Panels = list[Panel]
 
 
 def read_results(folder: Path = STUDIES) -> list[Tables]:
@@ -137,9 +138,7 @@ def routers_table(tables: Tables) -> str:
 def section_text(section: Any, results: Results) -> str:
     """Return a section of the page Results: text, figure, tables."""
     anchor = section.anchor.removeprefix("results-")
-    shown = "" if anchor in CHARTS or section.tables else "In the interactive report only."
-    parts = [f"## {section.title}", cell(section.text) or shown]
-    parts += [chart(anchor, results)] if anchor in CHARTS else []
+    parts = [f"## {section.title}", cell(section.text), chart(anchor, results)]
     parts += [f"**{one['title']}**\n\n{payload_table(one)}" for one in section.tables]
     return "\n\n".join(parts)
 
@@ -152,13 +151,12 @@ def payload_table(payload: Payload) -> str:
 def value_text(value: Any) -> str:
     if value is None:
         return ""
-    text = f"{value:.3g}".replace("-", "−") if isinstance(value, float) else str(value)
-    return text.replace(" ± ", "\u00a0±\u00a0")
+    return f"{value:.3g}".replace("-", "−") if isinstance(value, float) else str(value)
 
 
 def table(head: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:
     lines = [head, tuple("---" for _ in head), *rows]
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines).replace(" ± ", "\u00a0±\u00a0")
 
 
 def cell(text: str) -> str:
@@ -256,6 +254,54 @@ def entropy_curves(results: Results) -> Panels:
     return curves_panels(results.main, "routing_entropy", "Routing entropy (nats) by step", ROUTERS)
 
 
+def map_panels(results: Results) -> Panels:
+    rows = results.main.get("study_experts")
+    if rows is None or rows.empty:
+        return []
+    rows = first_seed(rows[rows["arm"].isin(SHOWN)])
+    rows = rows[rows["layer"] == middle_layer(rows)]
+    limit = float(rows[["x", "y"]].abs().max().max())
+    panels: Panels = []
+    for arm, title in SHOWN.items():
+        of = rows[rows["arm"] == arm]
+        points = [(x, y, str(name)) for x, y, name in zip(of["x"], of["y"], of["expert"], strict=True)]
+        panels.append(Map(f"{title}: outputs of experts", points, limit))
+    return panels
+
+
+def usage_panels(results: Results) -> Panels:
+    rows = (results.ablation or results.main).get("study_usage")
+    if rows is None or rows.empty:
+        return []
+    rows = first_seed(rows[rows["layer"] == middle_layer(rows)])
+    panels: Panels = []
+    for title, arm in variant_arms(rows):
+        of = rows[rows["arm"] == arm]
+        wide = of.pivot_table(index="step", columns="expert", values="share").dropna()
+        panels.append(Areas(f"{title}: share of the load", list(wide.index), wide.to_numpy().tolist()))
+    return panels
+
+
+def quota_panels(results: Results) -> Panels:
+    rows = (results.main or results.ablation).get("study_experts")
+    rows = None if rows is None else rows[(rows["arm"] == METHOD) & rows["before_quota"].notna()]
+    if rows is None or rows.empty:
+        return []
+    rows = first_seed(rows)
+    rows = rows[rows["layer"] == middle_layer(rows)].sort_values("before_quota", ascending=False)
+    labels = {float(place): f"E{expert}" for place, expert in enumerate(rows["expert"])}
+    shown = {place: name for place, name in labels.items() if place % max(len(labels) // 8, 1) == 0}
+    series = {
+        name: [
+            (float(place), Estimate(float(share), math.nan, 0)) for place, share in enumerate(rows[column])
+        ]
+        for name, column in (("before", "before_quota"), ("after", "after_quota"))
+    }
+    even = Estimate(1 / len(rows), math.nan, 0)
+    series["even load"] = [(0.0, even), (len(rows) - 1.0, even)]
+    return [Lines("Share of slots per expert", series, shown | {len(rows) - 1.0: ""}, marks=False)]
+
+
 def spans_panels(results: Results) -> Panels:
     spans = results.main.get("study_spans")
     if spans is None or spans.empty:
@@ -299,7 +345,8 @@ def overhead_panels(results: Results) -> Panels:
         return []
     parts = timed["overhead"]
     parts = parts[parts["router"] == METHOD].sort_values("milliseconds", ascending=False)
-    rows = [(part, point(ms)) for part, ms in zip(parts["component"], parts["milliseconds"], strict=True)]
+    names = [PARTS.get(part, part.replace("_", " ")) for part in parts["component"]]
+    rows = [(name, point(ms)) for name, ms in zip(names, parts["milliseconds"], strict=True)]
     totals = [(title, point(numbers.block_milliseconds(timed, arm))) for arm, title in SHOWN.items()]
     return [
         Dots("Parts of SPECTRA's block (ms)", rows, 0.0),
@@ -439,6 +486,15 @@ CHARTS: dict[str, tuple[Callable[[Results], Panels], str]] = {
     "stability": (stability_panels, f"{MEANS}; lines: ideal."),
     "figure-arms-validation-loss-by-step": (variant_curves, "Means over seeds."),
     "figure-arms-routing-entropy-by-step": (entropy_curves, "Means over seeds and layers, in training."),
+    "figure-expert-maps": (map_panels, "Two principal axes; middle layer, first seed."),
+    "figure-usage-areas": (
+        usage_panels,
+        "In training, by step; middle layer, first seed, a colour per expert.",
+    ),
+    "figure-quota-loads": (
+        quota_panels,
+        "SPECTRA in training mode; middle layer, first seed, experts by load.",
+    ),
     "spans": (spans_panels, "First document and first seed; a bar is the share of the span's choices."),
     "effects": (effects_panels, f"{MEANS}; right of the line: experts with a larger score matter more."),
     "failures": (failures_panels, f"{MEANS}; lines: no failure."),

@@ -109,7 +109,7 @@ def test_a_number_that_was_typed_in_is_found(typed: str):
 def hypotheses_of(page: str) -> dict[str, tuple[str, ...]]:
     """Return verdict, number and p of each hypothesis on the page."""
     found = {}
-    for line in html.unescape(page).splitlines():
+    for line in html.unescape(page).replace("\u00a0", " ").splitlines():
         if re.match(r"\| H\d", line):
             claim, verdict, evidence = line.strip("| ").split(" | ")
             number = re.search(r"−?\d\.\d{4} ± \d\.\d{4}|not run", evidence).group()
@@ -153,7 +153,17 @@ def test_every_table_of_the_results_has_a_figure_and_its_points_are_in_place(
     page = findings.render(template("results.md"), studies)
     drawings = [ElementTree.fromstring(svg) for svg in re.findall(r"<svg.*?</svg>", page)]
     titles = [drawing.get("aria-label") for drawing in drawings]
-    for word in ("Effect", "minus SPECTRA", "loss", "overlap", "block", "consistency", "Rare experts"):
+    for word in (
+        "Effect",
+        "minus SPECTRA",
+        "loss",
+        "overlap",
+        "block",
+        "consistency",
+        "Rare",
+        "outputs",
+        "slots",
+    ):
         assert any(word in title for title in titles), word
     (overall,) = (one for one in drawings if one.get("aria-label").startswith("All trained domains"))
     runs = studies[1]["study_runs"]
@@ -179,7 +189,7 @@ def test_charts_of_a_single_seed_and_of_equal_values_are_drawn(findings: ModuleT
 
 def test_the_routers_page_lists_losses_paired_with_the_reference(findings: ModuleType, store: Path):
     studies = findings.read_results(store)
-    page = findings.render(template("routers.md"), studies)
+    page = findings.render(template("routers.md"), studies).replace("\u00a0", " ")
     runs = studies[1]["study_runs"]
     counted = runs[runs["validation_loss"] < runs["unigram_loss"]]
     losses = counted.pivot(index="seed", columns="arm", values="validation_loss")

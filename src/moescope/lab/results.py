@@ -555,7 +555,7 @@ def hash_claims(results: Results) -> list[Claim]:
 def effect_claims(results: Results) -> list[Claim]:
     """Return the claims on what predicts the effect of removing an expert, per router and predictor."""
     found, claims = results.tests, []
-    measure = "rank correlation with the effect within layers, mean over layers; experts permuted: zero"
+    measure = "rank correlation with the effect within layers, mean over layers (experts permuted: zero)"
     needs = "needs a study that removes every expert"
     for arm, metric in predicted_effects(results.effects) or [("", name) for name in PREDICTORS]:
         predictor, given, _ = metric.removeprefix(EFFECT).partition(GIVEN_LOAD)
