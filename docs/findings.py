@@ -359,15 +359,13 @@ def point(value: float | None) -> Estimate | None:
 
 
 def bases_panels(results: Results) -> Panels:
-    arms = [arm.rsplit(": ", 1) for arm in dict.fromkeys(numbers.trainings(results.bases)["arm"])]
     panels: Panels = []
-    for base in dict.fromkeys(names[0] for names in arms if len(names) > 1):
-        rows = [
-            (router, numbers.run_value(results.bases, f"{base}: {router}", "validation_loss"))
-            for name, router in (names for names in arms if len(names) > 1)
-            if name == base
+    for base, routers in numbers.base_models(results.bases).items():
+        arms = {router: f"{base}: {router}" for router in routers}
+        losses = [
+            (router, numbers.run_value(results.bases, arm, "validation_loss")) for router, arm in arms.items()
         ]
-        panels.append(Dots(f"{base}: loss (nats per token)", rows))
+        panels.append(Dots(f"{base}: loss (nats per token)", losses))
     return panels
 
 

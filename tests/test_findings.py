@@ -218,3 +218,4 @@ def test_a_task_of_lm_eval_and_an_existing_model_are_shown(findings: ModuleType)
     assert "dense, upcycled: untouched" in page.replace("SPECTRA", "spectra")
     assert "| dense, upcycled: spectra | brackets acc | 0.750 ± 0.000 |" in page
     assert "lm-eval: not run" not in page
+    assert re.search(r"SPECTRA vs. Top-2, dense, upcycled \| 0.3000 ± 0.0000 .* too few seeds", page)

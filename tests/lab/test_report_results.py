@@ -6,11 +6,14 @@ import functools
 import math
 from pathlib import Path
 
+import pandas as pd
 import pytest
 from playwright.sync_api import expect
+from scipy import stats
 
 from lab.study_runs import more_arms, router_arms, study_run
-from moescope.lab.report_study import overlay
+from moescope.lab.report_results import stability_section, sweep_section
+from moescope.lab.report_study import overlay, study_tables
 from moescope.reporting.page import page_content
 from moescope.reporting.verb import report
 from moescope.run import Run
@@ -107,6 +110,54 @@ def test_table_12_ends_with_the_ideal_and_says_what_was_not_run(run: Run):
     assert rows["Hash"] == ["not run"] * 3
     assert rows["SPECTRA"][0].endswith("(25.0)")
     assert "Hash: not run" in text_of("results_stability", run)
+
+
+def with_layers(run: Run, metric: str, values: dict[tuple[str, int, int], float]) -> dict[str, pd.DataFrame]:
+    """The run's tables with a metric of study_layers by arm, seed and layer; its chance level is 3."""
+    rows = [
+        {
+            "arm": arm,
+            "seed": seed,
+            "layer": layer,
+            "metric": metric,
+            "domain": "",
+            "value": value,
+            "chance": 3.0,
+        }
+        for (arm, seed, layer), value in values.items()
+    ]
+    found = study_tables(run)
+    return {**found, "study_layers": pd.concat([found["study_layers"], pd.DataFrame(rows)])}
+
+
+def test_table_12_has_the_statistics_of_ffn_outputs_where_they_were_measured(run: Run):
+    values = {("spectra", seed, layer): 4.0 + seed + 2 * layer for seed in range(2) for layer in range(2)}
+    (table,) = stability_section(with_layers(run, "ffn_kurtosis", values)).tables
+    place = [column["title"] for column in table["columns"]].index("FFN output, kurtosis")
+    rows = {row[0]: row[place] for row in table["rows"]}
+    half = stats.t.ppf(0.975, 1) * 0.5  # seeds have 5 and 6
+    assert rows["SPECTRA"] == f"5.500 ± {half:.3f} (3.000)"
+    assert rows["Switch Top-2"] == "not measured"
+    assert rows["Hash"] == "not run"
+    assert len(tables(run)["results_stability"]["columns"]) == 4
+    assert "FFN outputs: not measured" in text_of("results_stability", run)
+
+
+def test_a_sweep_reaches_its_target_by_the_worst_layer(tmp_path: Path):
+    arms = [arm for arm in more_arms() if arm["question"] == "sweep"]
+    run = study_run(tmp_path / "sweep", [*router_arms(["spectra"]), *arms], seeds=2)
+    names = [arm["name"] for arm in arms]
+    worst = dict(zip(names, (0.05, 0.099, 0.11, 0.3), strict=True))
+    values = {
+        (name, seed, layer): value - 0.04 * layer
+        for name, value in worst.items()
+        for seed in range(2)
+        for layer in range(2)
+    }
+    (table,) = sweep_section(with_layers(run, "cv", values)).tables
+    found = {row[0]: (row[1].split(" ")[0], row[2]) for row in table["rows"]}
+    reached = {name: (f"{value:.3f}", "yes" if value < 0.1 else "no") for name, value in worst.items()}
+    assert found == reached
 
 
 def test_perplexity_is_the_exponential_of_the_loss(run: Run):

@@ -58,12 +58,13 @@ NO_HARNESS = (
 )
 TASK = "task:"  # columns of study_runs with results of lm-eval
 FFN = {  # metrics of study_layers
-    "ffn_rms": "FFN activation, RMS",
-    "ffn_kurtosis": "FFN activation, kurtosis",
-    "ffn_peak": "FFN activation, max/RMS",
-    "ffn_sparsity": "FFN activation, share near 0",
+    "ffn_rms": "FFN output, RMS",
+    "ffn_kurtosis": "FFN output, kurtosis",
+    "ffn_peak": "FFN output, max/RMS",
+    "ffn_sparsity": "FFN output, share below 1 % of RMS",
 }
-NO_FFN = "FFN activation statistics: not measured. "
+NO_BASES = "Not run: no study on this page trains routers of existing models."
+NO_FFN = "Statistics of FFN outputs: not measured. "
 
 
 def results_sections(studies: list[Tables]) -> list[Section]:
@@ -217,6 +218,7 @@ def significance_rows(results: Results) -> list[tuple[str, str, Estimate | None]
     names |= {("ablation", arm): f"SPECTRA-Full vs. {title}" for title, arm, _ in VARIANTS}
     names["main", DENSE_ACTIVE] = "SPECTRA vs. Dense (active size)"
     names["ablation", EQUAL_FLOPS] = "SPECTRA vs. Top-2 of equal FLOPs"
+    names |= {("bases", base): f"SPECTRA vs. Top-2, {base}" for base in numbers.base_models(results.bases)}
     found = results.tests
     return [(names[key], key[1], one) for key, one in found.items() if key in names]
 
@@ -413,29 +415,23 @@ def overhead_section(results: Results) -> Section:
 
 def bases_section(tables: Tables) -> Section:
     """Losses of existing models with each router; arms are named "BASE: router"."""
-    runs = numbers.trainings(tables)
-    arms = [arm.rsplit(": ", 1) for arm in dict.fromkeys(runs["arm"]) if ": " in arm]
+    bases = numbers.base_models(tables)
     named = {"untouched": "untouched", BASELINE: "Switch Top-2", METHOD: "SPECTRA"}
-    named |= {router: router for _, router in arms if router not in named}
+    named |= {router: router for routers in bases.values() for router in routers if router not in named}
     heads: Heads = [("base", "base model", "text")]
     heads += [(router, f"{title}, loss", "text") for router, title in named.items()]
     heads.append(("improvement", "improvement over Top-2, %", "text"))
-    rows = []
-    for base in dict.fromkeys(base for base, _ in arms) or BASES:
+    rows, arms = [], [(f"{base}: {router}",) * 2 for base in bases for router in named]
+    for base in bases or BASES:
         losses = {name: numbers.by_seed(tables, f"{base}: {name}", "validation_loss") for name in named}
-        gain = numbers.over_seeds(((losses[BASELINE] - losses[METHOD]) / losses[BASELINE]).dropna())
+        gain = numbers.over_seeds((losses[BASELINE] - losses[METHOD]) / losses[BASELINE])
         cells = [
             arm_cell(tables, f"{base}: {name}", numbers.over_seeds(of_seeds), 4)
             for name, of_seeds in losses.items()
         ]
         rows.append([base, *cells, cell(gain, 2, 100.0, chance=False)])
-    text = "Loss on held-out text in nats per token, after training the router. "
-    names = [(f"{base}: {title}",) * 2 for base in dict.fromkeys(base for base, _ in arms) for title in named]
-    text += (
-        reasons(tables, names)
-        if arms
-        else "Not run: no study on this page trains routers of existing models."
-    )
+    lacking = reasons(tables, arms) if bases else NO_BASES
+    text = f"Loss on held-out text in nats per token, after training the router. {lacking}"
     table = plain_table("results_bases", "Table 10: base models", heads, rows)
     return section("bases", "Base models", text.strip(), table)
 
@@ -537,7 +533,11 @@ def stability_section(tables: Tables) -> Section:
     text = (
         "Between the last checkpoints, means over layers and seeds. Chance of consistency: k/n, for even "
         "loads. With even loads the order of experts is noise, so a low τ is no defect. "
-        + ("Activations of the experts: mean over layers, in evaluation. " if measured else NO_FFN)
+        + (
+            "FFN outputs: mean over layers in evaluation, brackets: of Gaussian outputs. "
+            if measured
+            else NO_FFN
+        )
         + reasons(tables, ROUTERS)
     )
     table = plain_table("results_stability", "Table 12: stability over checkpoints", heads, rows)

@@ -137,7 +137,7 @@ class Results:
             most(studies, lambda tables: len(variants & finished_arms(tables))),
             most(studies, lambda tables: len(axis_values(tables, "experts"))),
             most(studies, lambda tables: len(axis_values(tables, "size"))),
-            most(studies, lambda tables: sum(": " in arm for arm in finished_arms(tables))),
+            most(studies, lambda tables: len(base_models({"study_runs": finished(tables)}))),
             most(studies, lambda tables: int((finished(tables).get("question") == "sweep").sum())),
             tuple(one for one in studies if one is main or controls & finished_arms(one)),
             most(studies, lambda tables: len(predicted_effects(tables))),
@@ -335,6 +335,10 @@ def tested_numbers(results: Results) -> dict[Key, pd.Series]:
     variants = [arm for _, arm, _ in VARIANTS if arm != METHOD] + [EQUAL_FLOPS]
     found: dict[Key, pd.Series] = {("main", arm): loss_gain(results.main, METHOD, arm) for arm in routers}
     found |= {("ablation", arm): loss_gain(results.ablation, METHOD, arm) for arm in variants}
+    found |= {
+        ("bases", base): loss_gain(results.bases, f"{base}: {METHOD}", f"{base}: {BASELINE}")
+        for base in base_models(results.bases)
+    }
     consistency = (by_seed(results.main, arm, "consistency") for arm in (METHOD, BASELINE))
     found |= {
         ("H2",): layer_difference(results.main, "output_orthogonality"),
@@ -350,6 +354,16 @@ def tested_numbers(results: Results) -> dict[Key, pd.Series]:
         ("effect", arm, metric): layer_means(results.effects, arm, metric)
         for arm, metric in predicted_effects(results.effects)
     }
+    return found
+
+
+def base_models(tables: Tables) -> dict[str, list[str]]:
+    """Return the models that existed before and their routers; arms are named "BASE: router"."""
+    found: dict[str, list[str]] = {}
+    for arm in dict.fromkeys(trainings(tables)["arm"]):
+        base, colon, router = arm.rpartition(": ")
+        if colon:
+            found.setdefault(base, []).append(router)
     return found
 
 
