@@ -33,8 +33,16 @@ from moescope.run import RunWriter, read_run_json, write_json, write_table
 from moescope.storage import without_absolute_paths
 from moescope.tables import read_parquet
 
-MARGIN = 20  # seconds for running trainings to stop
-WORK = "import json, sys; sys.path[:0] = [sys.argv[1]]; import {0}; {0}.study(**json.loads(sys.argv[2]))"
+MARGIN = 30  # seconds at the end of a shard, to stop trainings and to write tables
+WORK = """
+import json, sys
+sys.path[:0] = [sys.argv[1]]
+import {0}
+try:
+    {0}.study(**json.loads(sys.argv[2]))
+except KeyboardInterrupt:  # the shard's time is up
+    sys.exit(130)
+"""
 OWN_TASKS = ("causal", "existing")  # studies whose trainings are those of the module of that name
 KEYS = ["study", "question", "arm", "seed", "status", "metric", "layer", "domain", "value", "chance"]
 
@@ -50,7 +58,7 @@ def run_study(name: str, store: Path, work: Path, seconds: float, jobs: int, dev
     code = WORK.format(name if name in OWN_TASKS else "moescope")
     process = subprocess.Popen([sys.executable, "-c", code, str(designs.FOLDER), json.dumps(options)])
     stop = work / "stop"  # whoever creates this file ends the shard early
-    while process.poll() is None and time.perf_counter() - began < seconds and not stop.exists():
+    while process.poll() is None and time.perf_counter() - began < seconds - MARGIN and not stop.exists():
         time.sleep(0.5)
     if process.poll() is None:
         process.send_signal(signal.SIGINT)
