@@ -283,7 +283,7 @@ def performance_section(tables: Tables, bases: Tables) -> Section:
 
 
 def task_values(studies: list[Tables]) -> list[tuple[str, str, Estimate]]:
-    """Return arm, task and value: columns of study_runs named `task:TASK METRIC`."""
+    """Return arm, task and value: numbers of results.parquet whose metric is `task:TASK METRIC`."""
     return [
         (arm, name.removeprefix(TASK), found)
         for tables in studies
