@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import ClassVar
+from urllib.parse import parse_qs
 
 COMMITS = {"main": "a" * 40, "step1000": "b" * 40}
 
@@ -55,6 +56,9 @@ class Handler(BaseHTTPRequestHandler):
     def do_GET(self) -> None:
         self.answer(head=False)
 
+    def do_POST(self) -> None:
+        self.answer(head=False)
+
     def answer(self, head: bool) -> None:
         server = self.server
         server.requests.append(f"{self.command} {self.path} {self.headers.get('Range', '')}".strip())
@@ -94,14 +98,18 @@ class Handler(BaseHTTPRequestHandler):
             self.wfile.write(data)
 
     def hub_api(self) -> None:
-        """The three questions of the hub's interface that reading a model asks."""
+        """The questions of the hub's interface that reading a model asks; `paths-info` is one of hub 0.x."""
         files = [
             {"type": "file", "path": file.name, "size": file.stat().st_size, "oid": "0" * 40}
             for file in sorted(self.server.folder.iterdir())
         ]
         model = re.fullmatch(r"/api/models/tiny/moe(?:/revision/(?P<revision>[^/?]+))?(?:\?.*)?", self.path)
         tree = re.fullmatch(r"/api/models/tiny/moe/tree/(?P<revision>[^/?]+)/?(?:\?.*)?", self.path)
-        found = model or tree
+        paths = re.fullmatch(r"/api/models/tiny/moe/paths-info/(?P<revision>[^/?]+)", self.path)
+        if paths:
+            asked = parse_qs(self.rfile.read(int(self.headers["Content-Length"])).decode())["paths"]
+            files = [file for file in files if file["path"] in asked]
+        found = model or tree or paths
         revision = (found["revision"] or "main") if found else ""
         commit = COMMITS.get(revision, revision if revision in COMMITS.values() else None)
         if found is None or commit is None:
