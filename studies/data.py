@@ -26,7 +26,8 @@ SIDES = {"test": 0.1, "tune": 0.2, "train": 1.0}  # upper ends of the intervals 
 MOST_BYTES = 5_000_000  # per domain
 GRAM = 8  # words
 SHORTEST = 100  # characters of a document
-UNSEEN = "tinystories_ru"  # a domain that no training reads
+UNSEEN = "tinystories_ru"  # a domain that no training of the six reads
+STORY_ROWS = {"test": (0, 2000), "train": (2000, 12_000)}
 QUESTION = re.compile(
     r"^Q: (?:What is \(are\)|What are the (?:symptoms|treatments|complications|stages) (?:of|for)|"
     r"What are the genetic changes related to|What is the outlook for|What causes|"
@@ -167,6 +168,9 @@ def main() -> None:
         print(f"| {domain} | {numbers} | {seen} |", flush=True)
     unseen = sides([Text(text, text) for text in documents(given.folder, UNSEEN)])
     write(given.out / "unseen" / f"{UNSEEN}.jsonl.gz", unseen["test"])
+    stories = sorted(set(documents(given.folder, UNSEEN)), key=place)  # what the studies of SoME train on
+    for side, (first, last) in STORY_ROWS.items():
+        write(given.out / "some" / side / f"{UNSEEN}.jsonl.gz", stories[first:last])
 
 
 if __name__ == "__main__":

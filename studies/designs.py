@@ -28,6 +28,7 @@ UNTUNED_STEPS = 700
 STEPS = 1000  # of 8,192 tokens
 BASE_STEPS, EXISTING_STEPS = 400, 120  # of a base, and of its routers and experts
 EXISTING_BYTES = 5_000_000
+SOME_STEPS = 1248  # 4 epochs of 10,000 rows
 SMOKE_STEPS = 30
 SEEDS = 10
 
@@ -282,6 +283,34 @@ def hash_study(vocabulary: str, tuned: Design) -> Design:
     return {**design, "references": {"scaling": "top2 x4"}}
 
 
+def some(length: int) -> Design:
+    """SoME's published runs on Russian stories; at 320 tokens, which holds every row, also its controls."""
+    published = {f"published_{name}": True for name in ("usage", "peers", "order", "pads", "temperature")}
+    arms: dict[str, Design] = {
+        name: {"model": {"experts": number}} for name, number in (("B1", 128), ("B2", 256), ("B3", 512))
+    }
+    controls: dict[str, Design] = {
+        "A4 frozen keys": {"router_options": {**published, "frozen_keys": True}},
+        "A4 zero experts": {"expert_init": "zero"},
+        "A4 trained experts": {"frozen_experts": False, "frozen_dtype": "float32"},
+        "A4 dense": {"router": "dense", "router_options": {}, "frozen_experts": False},
+    }
+    arms = {"A4": {"model": {"experts": 64}}, **arms}
+    if length < 768:  # pads count in the published loss: for it rows are as long as published
+        arms |= {name: {"model": model} for name, model in controls.items()}
+    shared = {
+        "model": {"max_positions": length},
+        "data": {
+            "vocabulary": "bpe",
+            "domains": {"tinystories_ru": f"{TEXT}/some/train/tinystories_ru.jsonl.gz"},
+            "validation": {"tinystories_ru": f"{TEXT}/some/test/tinystories_ru.jsonl.gz"},
+        },
+        "train": {"steps": SOME_STEPS, "sequence_length": length, "evaluation_rows": 2000, "compile": True},
+    }
+    seeds = 5 if length < 768 else 2
+    return {"preset": "some_a4", **study("A4", seeds, arms, shared)}
+
+
 def study(reference: str, seeds: int | list[int], arms: dict[str, Design], shared: Design) -> Design:
     return {"reference": reference, "seeds": seeds, "keep": "none", "base": shared, "arms": arms}
 
@@ -301,6 +330,8 @@ def designs(tuned: Design) -> dict[str, Design]:
         "scaling_size": scaling_size(tuned.get("best", {})),
         "causal": causal(tuned.get("best", {})),
         "existing": existing(tuned.get("best", {})),
+        "some": some(320),
+        "some_published": some(768),
         "hash_bytes": hash_study("bytes", tuned.get("best", {})),
         "hash_bpe": hash_study("bpe", tuned.get("best", {})),
     }
@@ -349,12 +380,15 @@ def shrink(design: Design) -> Design:
         "evaluate_every": 5,
         "checkpoint_every": 10,
         "evaluation_rows": 10,
+        "dtype": "float32",
     }
     arms = {}
     for name, table in design["arms"].items():
         changed = {key: value for key, value in table["model"].items() if key not in ("d_ff", "heads")}
         changed |= {"d_model": table["model"]["d_model"] // 4} if "d_model" in table["model"] else {}
         changed |= {"d_ff": table["model"]["d_ff"] // 64 * 8} if "d_ff" in table["model"] else {}
+        if design.get("preset") and "experts" in changed:
+            changed["experts"] //= 8
         given, each = table.get("train", {}), {}
         if "steps" in given:
             each["steps"] = max(SMOKE_STEPS * given["steps"] // design["base"]["train"]["steps"], 1)

@@ -132,6 +132,24 @@ def test_a_base_of_the_lab_predicts_the_same_in_transformers(tmp_path: Path, rou
         assert torch.allclose(theirs(input_ids=ids).logits, model.eval()(ids).logits_BLV, atol=1e-5)
 
 
+def test_a_study_at_nano_size_runs_as_the_large_one_does(tmp_path: Path):
+    design = designs.shrink(designs.causal({}))
+    design["arms"] = {name: design["arms"][name] for name in ("top2", "spectra")}
+    design["base"]["train"] |= {"steps": 4, "evaluate_every": 2, "checkpoint_every": 2, "sequence_length": 32}
+    design["base"]["data"]["max_bytes"] = 100_000
+    (tmp_path / "causal").mkdir()
+    (tmp_path / "causal" / "study.toml").write_text(designs.toml(design))
+    assert run.run_study("causal", tmp_path, tmp_path / "work", 300, 1, "cpu")
+    first = pd.read_parquet(tmp_path / "causal" / "results.parquet")
+    metrics = {arm: set(rows["metric"]) for arm, rows in first.groupby("arm")}
+    common = {"validation_loss", "cv", "ffn_rms", "effect_load"}
+    assert all(common <= found for found in metrics.values())
+    assert {"effect_alignment", "effect_ambiguity_given_load"} <= metrics["top2"]
+    assert "effect_alignment" not in metrics["spectra"]  # its router has no rows
+    effects = read_parquet(str(tmp_path / "causal" / "run" / "study_effects.parquet"))
+    assert effects.groupby(["arm", "seed", "layer"])["expert"].nunique().tolist() == [8] * 8
+
+
 STORED = sorted(file.parent.parent for file in STUDIES.glob("*/run/run.json"))
 
 

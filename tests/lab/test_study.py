@@ -551,6 +551,30 @@ def test_processes_map_the_tokens_that_the_study_encoded_once(
         assert text.data.train.rows == 4
 
 
+def test_padded_rows_have_a_loss_that_counts_pads_as_published_ones_do(tmp_path: Path):
+    texts = [f"number {number} and {number * number}" for number in range(60)]
+    (tmp_path / "text.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    model = {"d_model": 16, "layers": 1, "heads": 2, "d_ff": 16, "experts": 4, "max_positions": 40}
+    train = {"steps": 2, "batch_size": 4, "sequence_length": 40, "evaluate_every": 1, "checkpoint_every": 2}
+    data = {"layout": "documents", "domains": {"text": str(tmp_path / "text.jsonl")}}
+    design = {"seeds": 2, "base": {"model": model, "data": data, "train": train}, "reference": "top2"}
+    arms = {"top2": {"model": {"router": "top2"}}, "dense": {"model": {"router": "dense"}}}
+    run = study({**design, "arms": arms}, out=tmp_path / "run", device="cpu", quiet=True)
+    row = run.table("study_runs").query("arm == 'dense' and seed == 1").iloc[0]
+    trained, vocabulary = load_model(tmp_path / "run/trainings/dense-seed-1/checkpoints/step-2", "cpu")
+    corpus = json.loads((tmp_path / "run/text/corpus.json").read_text())
+    losses = []
+    for text in corpus["validation"]["text"]:
+        tokens = [*vocabulary.encode(text), vocabulary.end]
+        real = torch.arange(40)[None] < len(tokens) - 1
+        ids, targets = (part + [vocabulary.pad] * (40 - len(part)) for part in (tokens[:-1], tokens[1:]))
+        logits = trained.eval()(torch.tensor([ids]), real).logits_BLV[0]
+        losses += torch.nn.functional.cross_entropy(logits, torch.tensor(targets), reduction="none").tolist()
+    assert row["validation_loss_published"] == pytest.approx(np.mean(losses), abs=1e-5)
+    curve = run.table("study_curves").query("arm == 'dense' and seed == 1")
+    assert curve["validation_loss_published"].iloc[-1] == row["validation_loss_published"]
+
+
 def test_the_text_is_read_once_and_kept_with_the_study(whole: Run, config: Path):
     settled = read_study(config)
     corpus = read_corpus(settled.base.data)

@@ -171,6 +171,8 @@ def measure(
     stability = checkpoint_stability(checkpoints, text.data.validation, device)
     last = load_over_steps(run)
     values: dict[str, float | None] = {"validation_loss": mean_loss(documents)}
+    published = run.table("steps")["validation_loss_published"].dropna()
+    values["validation_loss_published"] = published.iloc[-1] if len(published) else None
     values |= {"unigram_loss": text.unigram_loss, "loss_slope": loss_slope(run, train.steps)}
     nats = float((documents["tokens"] * documents["loss"]).sum())
     values["bits_per_byte"] = nats / math.log(2) / max(int(documents["bytes"].sum()), 1)
@@ -243,7 +245,7 @@ def curves_of(run: Run, task: TrainingTask) -> pd.DataFrame | None:
     """Return rows of study_curves; None if nothing was logged before the training stopped."""
     if "steps" not in run.tables:
         return None
-    steps = run.table("steps")[["step", "train_loss", "validation_loss"]]
+    steps = run.table("steps")[["step", "train_loss", "validation_loss", "validation_loss_published"]]
     load = load_over_steps(run)
     named = (name for column in CURVES for name in (column, f"{column}_chance"))
     columns = ["step", *(column for column in named if column in load)]

@@ -56,6 +56,15 @@ COLUMNS: dict[str, Column] = {
         "−mean log((c + 1)/(N + V))",
         title="unigram",
     ),
+    "study_runs.validation_loss_published": Column(
+        "float",
+        "Loss on the validation rows at the last evaluation with padding as targets, as SoME's published "
+        "losses have it; null without padding.",
+        unit="nats per token",
+    ),
+    "study_curves.validation_loss_published": Column(
+        "float", "Loss on the validation rows with padding as targets; null without padding."
+    ),
     "loss_slope": Column(
         "float",
         "Slope of the validation loss at the end of training, in nats per 1,000 steps; null with fewer than "
@@ -432,7 +441,8 @@ TABLES: dict[str, Table] = define_tables(
         "The trainings of a study: one row per arm and seed, whether or not it ran.",
         ("arm", "seed"),
         (
-            *("question", "status", "validation_loss", "unigram_loss", "loss_slope", "bits_per_byte"),
+            *("question", "status", "validation_loss", "validation_loss_published", "unigram_loss"),
+            *("loss_slope", "bits_per_byte"),
             *("noise_low", "noise_high", "noise_std", "load_cv"),
             *("load_cv_chance", "max_over_mean", "routing_entropy", "routing_entropy_chance"),
             *("unused_share", "dropped_share", "consistency", "usage_sigma"),
@@ -476,7 +486,8 @@ TABLES: dict[str, Table] = define_tables(
         "Training curves of each arm and seed, at the logged steps.",
         ("arm", "seed", "step"),
         (
-            *("train_loss", "validation_loss", "routing_entropy", "routing_entropy_chance"),
+            *("train_loss", "validation_loss", "validation_loss_published"),
+            *("routing_entropy", "routing_entropy_chance"),
             *("load_cv", "load_cv_chance", "unused_share", "unused_share_chance"),
         ),
     ),
