@@ -14,6 +14,7 @@ COLOURS = (
     *("#3B82C4", "#D9631E", "#2F9E63", "#A35BC7", "#C79A1B", "#D1477A"),
     *("#1FA3B3", "#8A7A6B", "#7C8F2E", "#6E6ED6"),
 )
+FAR = 2.5  # times the span of all other values
 LETTER = 6.1  # pixels of an average letter
 STYLE = "fill='currentColor' font-size='11' font-family='sans-serif'"
 FAINT = "stroke='currentColor' stroke-opacity='0.25'"
@@ -34,7 +35,8 @@ class Dots:
         known = [one for _, one in rows if one]
         if not known:
             return ""
-        ends = [end for one in known for end in (one.low, one.high, one.mean, one.chance)]
+        far = outlier(known)
+        ends = [end for one in known if one is not far for end in (one.low, one.high, one.mean, one.chance)]
         low, high, ticks = axis([*ends, self.line])
         left = min(LETTER * max(len(name) for name, _ in rows) + 8, 160)
 
@@ -60,6 +62,12 @@ class Dots:
             if math.isfinite(one.chance):
                 ends_of = f"x1='{x(one.chance):.1f}' x2='{x(one.chance):.1f}' y1='{y - 7}' y2='{y + 7}'"
                 parts.append(f"<line {ends_of} stroke='#888' stroke-width='3'/>")
+            if one is far:
+                right = one.mean > high
+                place, anchor = (WIDTH - 14, "end") if right else (left + 4, "start")
+                value = f"{one.mean:.3g} →" if right else f"← {one.mean:.3g}"
+                parts.append(words(place, y + 4, value.replace("-", "−"), f"text-anchor='{anchor}'"))
+                continue
             parts.append(mark(x(one.mean), y, x(one.low), y, x(one.high), y, one, COLOURS[0]))
         return drawing(bottom + 18, self.title, parts)
 
@@ -221,6 +229,18 @@ def figure(panels: Iterable[Panel], caption: str) -> str:
 
 def scaled(one: Estimate | None, scale: float) -> Estimate | None:
     return one and replace(one, mean=scale * one.mean, half=scale * one.half, chance=scale * one.chance)
+
+
+def outlier(known: list[Estimate]) -> Estimate | None:
+    """Return the value so far from all others, five or more, that beside it they would look alike."""
+    ordered = sorted(known, key=lambda one: one.mean)
+    if len(ordered) < 6:
+        return None
+    for far, others in ((ordered[-1], ordered[:-1]), (ordered[0], ordered[1:])):
+        span = others[-1].mean - others[0].mean
+        if 0 < FAR * span < ordered[-1].mean - ordered[0].mean:
+            return far
+    return None
 
 
 def axis(values: list[float]) -> tuple[float, float, list[tuple[float, str]]]:

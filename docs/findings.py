@@ -10,6 +10,7 @@ from __future__ import annotations
 import html
 import math
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +37,7 @@ from moescope.lab.results import (
     Estimate,
     Results,
 )
+from moescope.plotting.style import capital, number
 from moescope.run import Run
 from moescope.verb import Payload, Tables
 
@@ -45,6 +47,7 @@ SHOWN = {METHOD: "SPECTRA", BASELINE: "Switch Top-2"}
 Panels = list[Panel]
 
 
+@cache
 def read_results(folder: Path = STUDIES) -> list[Tables]:
     """Return the tables of every study that was run."""
     found = []
@@ -151,12 +154,16 @@ def payload_table(payload: Payload) -> str:
 def value_text(value: Any) -> str:
     if value is None:
         return ""
-    return f"{value:.3g}".replace("-", "−") if isinstance(value, float) else str(value)
+    return number(value) if isinstance(value, float) else str(value)
 
 
 def table(head: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:
     lines = [head, tuple("---" for _ in head), *rows]
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines).replace(" ± ", "\u00a0±\u00a0")
+    return (
+        "\n".join(f"| {' | '.join(line)} |" for line in lines)
+        .replace(" ± ", "\u00a0±\u00a0")
+        .replace(" %", "\u00a0%")
+    )
 
 
 def cell(text: str) -> str:
@@ -226,11 +233,15 @@ def performance_panels(results: Results) -> Panels:
     return [*panels, *(Dots(task, rows) for task, rows in tasks.items())]
 
 
-def curves_panels(tables: Tables, column: str, title: str, arms: list[tuple[str, str]]) -> Panels:
-    """Means over seeds by step."""
+def curves_panels(
+    tables: Tables, column: str, title: str, arms: list[tuple[str, str]], start: float = 0.0
+) -> Panels:
+    """Means over seeds by step, from that share of the steps on."""
     if "study_curves" not in tables:
         return []
-    means = tables["study_curves"].groupby(["arm", "step"])[column].mean().dropna()
+    rows = tables["study_curves"]
+    rows = rows[rows["step"] >= start * rows["step"].max()]
+    means = rows.groupby(["arm", "step"])[column].mean().dropna()
     series = {
         name: [(float(step), Estimate(float(value), math.nan, 0)) for step, value in means[arm].items()]
         for name, arm in arms
@@ -238,8 +249,9 @@ def curves_panels(tables: Tables, column: str, title: str, arms: list[tuple[str,
     }
     if not series:
         return []
-    last = max(step for of in series.values() for step, _ in of)
-    labels = {last * part: f"{last * part:,.0f}" for part in (0.0, 0.5, 1.0)}
+    steps = [step for of in series.values() for step, _ in of]
+    middle = (min(steps) + max(steps)) / 2
+    labels = {step: f"{step:,.0f}" for step in (min(steps), middle, max(steps))}
     return [Lines(title, series, labels, marks=False)]
 
 
@@ -345,7 +357,7 @@ def overhead_panels(results: Results) -> Panels:
         return []
     parts = timed["overhead"]
     parts = parts[parts["router"] == METHOD].sort_values("milliseconds", ascending=False)
-    names = [PARTS.get(part, part.replace("_", " ")) for part in parts["component"]]
+    names = [PARTS.get(part, capital(part.replace("_", " "))) for part in parts["component"]]
     rows = [(name, point(ms)) for name, ms in zip(names, parts["milliseconds"], strict=True)]
     totals = [(title, point(numbers.block_milliseconds(timed, arm))) for arm, title in SHOWN.items()]
     return [
@@ -482,7 +494,7 @@ CHARTS: dict[str, tuple[Callable[[Results], Panels], str]] = {
     "experts": (experts_panels, f"{MEANS}; grey: chance, or balanced load."),
     "sweep": (sweep_panels, f"{MEANS}; the line is the target, grey is balanced random routing."),
     "stability": (stability_panels, f"{MEANS}; lines: ideal."),
-    "figure-arms-validation-loss-by-step": (variant_curves, "Means over seeds."),
+    "figure-arms-validation-loss-by-step": (variant_curves, "Means over seeds, without the first steps."),
     "figure-arms-routing-entropy-by-step": (entropy_curves, "Means over seeds and layers, in training."),
     "figure-expert-maps": (map_panels, "Two principal axes; middle layer, first seed."),
     "figure-usage-areas": (

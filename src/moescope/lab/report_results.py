@@ -407,7 +407,8 @@ def overhead_section(results: Results) -> Section:
         baseline = numbers.block_milliseconds(tables, BASELINE)
         text = "One block, forward pass in training mode and the update after a step, median of ten."
         if baseline:
-            rows.append(["Total, Switch Top-2", baseline, None, percent(baseline / total["milliseconds"])])
+            flops = tables["overhead"].loc[tables["overhead"]["router"] == BASELINE, "flops"].sum() / 1e6
+            rows.append(["Total, Switch Top-2", baseline, flops, percent(baseline / total["milliseconds"])])
             text += f" The block of SPECTRA takes {number(total['milliseconds'] / baseline)} times as long."
     table = plain_table("results_overhead", "Table 9: routing overhead", heads, rows)
     return section("overhead", "Overhead", text, table)

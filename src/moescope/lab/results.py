@@ -530,7 +530,7 @@ def hypotheses(results: Results) -> list[Claim]:
             "H4",
             "SPECTRA costs about as much as Switch routing",
             "time of training per token over that of Switch Top-2, minus one (similar: at most a tenth; p is "
-            "that of a tenth)",
+            f"that of a tenth{more_flops(results.main)})",
             found["H4",],
             both,
             most_similar=SIMILAR_COST,
@@ -626,6 +626,11 @@ def longer_training(tables: Tables) -> pd.Series:
     """Return the time per token over that of the baseline, minus 1, by seed."""
     speeds = (by_seed(tables, arm, "tokens_per_second") for arm in (BASELINE, METHOD))
     return next(speeds) / next(speeds) - 1
+
+
+def more_flops(tables: Tables) -> str:
+    method, baseline = (by_seed(tables, arm, "flops_per_token").mean() for arm in (METHOD, BASELINE))
+    return f"; FLOPs per token: {method / baseline:.3g} times" if baseline > 0 < method else ""
 
 
 def block_milliseconds(tables: Tables, router: str) -> float | None:
