@@ -2,8 +2,8 @@
 
     PYTHONPATH=src python bench/captured.py [--routers top2,spectra] [--compile] [--steps 100]
 
-Whole steps of `moescope train` with its Monitor: width 128, 6 layers, 16 experts of 256, batch 32 x 256, bf16.
-Both start from the same weights; the largest difference of their losses is printed beside the times.
+Whole steps of `moescope train` with its Monitor: width 128, 6 layers, 16 experts of 256, batch 32 x 256,
+bf16. Both start from the same weights; the largest difference of their losses is printed beside the times.
 """
 
 from __future__ import annotations

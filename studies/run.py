@@ -100,12 +100,11 @@ def pack(folder: Path, target: Path) -> None:
         if (folder / f"{table}.parquet").exists():
             shutil.copy(folder / f"{table}.parquet", run)
     write_json(run / "run.json", {**without_absolute_paths(info), "anonymous": True})
-    write_results(target)
+    write_results(results(target.name, run), target / "results.parquet")
 
 
-def write_results(target: Path) -> None:
-    frame = results(target.name, target / "run")
-    frame.to_parquet(target / "results.parquet", compression="zstd", index=False)
+def write_results(frame: pd.DataFrame, file: Path) -> None:
+    frame.to_parquet(file, compression="zstd", index=False)
 
 
 def unpack(run: Path, folder: Path, study: Path) -> None:

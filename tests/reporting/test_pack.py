@@ -8,7 +8,9 @@ import pandas as pd
 import pytest
 
 from moescope.reporting.pack import plain, plain_table, script_json, table_payload, typed_array
+from moescope.reporting.page import run_names
 from moescope.routing.tables import TRACE_TABLES
+from moescope.run import Run
 from moescope.weights.tables import TABLES
 
 
@@ -74,3 +76,17 @@ def test_names_of_metrics_are_shown_in_words_and_saved_as_they_are():
     words = table["columns"][0]["terms"]
     assert words["gate_weight_cv"] == "CV of gate weight"
     assert not [name for name in words.values() if "_" in name]
+
+
+@pytest.mark.parametrize(
+    ("folders", "names"),
+    [
+        (("studies/main/run", "studies/ablation/run"), ["main", "ablation"]),
+        (("x/a/run", "y/a/run"), ["x/a", "y/a"]),
+        (("x/run", "y/run", "scan"), ["x/run", "y/run", "scan"]),
+        (("x/scan",), ["scan"]),
+    ],
+)
+def test_runs_are_named_by_what_tells_them_apart(tmp_path, folders, names):
+    runs = [Run(tmp_path / folder, {}) for folder in folders]
+    assert list(run_names(runs).values()) == names

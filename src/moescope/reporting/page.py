@@ -433,7 +433,9 @@ def run_names(runs: list[Run]) -> dict[Path, str]:
         times = Counter(names.values())
         shared = [path for path, name in names.items() if times[name] > 1]
         names |= {path: "/".join(path.resolve().parts[-1 - above :]) for path in shared}
-    return names
+    stems = {path: name.rpartition("/")[0] for path, name in names.items()}
+    same_end = len({name.rpartition("/")[2] for name in names.values()}) == 1
+    return stems if same_end and all(stems.values()) else names  # main/run, ablation/run: main, ablation
 
 
 def page_title(runs: list[Run]) -> str:
