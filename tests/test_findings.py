@@ -187,6 +187,16 @@ def test_charts_of_a_single_seed_and_of_equal_values_are_drawn(findings: ModuleT
     assert charts.Dots("none", [("some", None)]).svg() == ""
 
 
+def test_a_value_far_from_all_others_is_written_at_the_edge(findings: ModuleType):
+    values = [3.70, 3.72, 3.73, 3.75, 3.77, 3.96]
+    rows = [(f"arm {value}", findings.Estimate(value, 0.001, 5)) for value in values]
+    drawn = ElementTree.fromstring(sys.modules["charts"].Dots("loss", rows).svg())
+    places = [float(one.get("cx")) for one in drawn.iter("circle")]
+    assert len(places) == 5
+    assert places[-1] - places[0] > 150  # of 325 pixels
+    assert [one.text for one in drawn.iter("text") if "→" in one.text] == ["3.96 →"]
+
+
 def test_the_routers_page_lists_losses_paired_with_the_reference(findings: ModuleType, store: Path):
     studies = findings.read_results(store)
     page = findings.render(template("routers.md"), studies).replace("\u00a0", " ")
