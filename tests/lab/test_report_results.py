@@ -63,7 +63,7 @@ def test_answers_come_first_then_tables_in_the_papers_order(run: Run):
     assert found == [
         *(
             "6.10 Hypotheses",
-            "Hash routing",
+            "Claims about hash routing",
             "Table 13",
             "6.1 Task performance",
             "6.1 Tasks of lm-eval",

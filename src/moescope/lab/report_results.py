@@ -127,7 +127,7 @@ def hypotheses_section(results: Results) -> Section:
     text = (
         f"Of seven published hypotheses here: {listed(verdicts)}. Numbers are means over seeds with 95 % "
         "intervals; no effect: 0. Above 0 favours the hypothesis; H4: below 0.1. "
-        f"{family(results)}{sources(results)}"
+        f"{family(results)} Tables of a single study correct within its question.{sources(results)}"
     )
     table = claims_table("results_hypotheses", "6.10 Hypotheses", "hypothesis", found)
     return section("answers", "Hypotheses", text, table)
@@ -135,7 +135,7 @@ def hypotheses_section(results: Results) -> Section:
 
 def hash_section(results: Results) -> Section:
     text = f"Above 0 favours the claim; no effect: 0. {family(results)}"
-    table = claims_table("results_hash", "Hash routing", "claim", numbers.hash_claims(results))
+    table = claims_table("results_hash", "Claims about hash routing", "claim", numbers.hash_claims(results))
     return section("hash", "Hash routing", text, table)
 
 
