@@ -26,6 +26,7 @@ TUNING_SEEDS = [100, 101]  # of no other study
 TUNING_STEPS = 300
 UNTUNED_STEPS = 700
 STEPS = 1000  # of 8,192 tokens
+SWEEP_STEPS = 500
 BASE_STEPS, EXISTING_STEPS = 400, 120  # of a base, and of its routers and experts
 EXISTING_BYTES = 5_000_000
 SOME_STEPS = 1248  # 4 epochs of 10,000 rows
@@ -211,7 +212,7 @@ def sweep(tuned: Design) -> Design:
         for value in values
     }
     arms["spectra"] = {**arm("spectra", tuned), "question": "sweep"}
-    return study("spectra", 3, arms, base())
+    return study("spectra", 3, arms, base(steps=SWEEP_STEPS))
 
 
 def scaling_experts(tuned: Design) -> Design:
@@ -274,12 +275,13 @@ def hash_study(vocabulary: str, tuned: Design) -> Design:
     """Hash against top2, and what explains the difference: tables, what is hashed, what the router reads."""
     arms: dict[str, Design] = {}
     for times, suffix, question in ((1, "", "main"), (4, " x4", "scaling")):
-        for name, model in VARIANTS.items():
+        for name in VARIANTS if times == 1 else ("top2", "hash"):
+            model = VARIANTS[name]
             options = model.get("router_options")
             one = arm(model["router"], tuned, options)
             train = {**one["train"], "steps": times * STEPS, "warmup": times * STEPS // 10}
             arms[f"{name}{suffix}"] = {"model": one["model"], "train": train, "question": question}
-    design = study("top2", SEEDS, arms, base(vocabulary=vocabulary))
+    design = study("top2", 5, arms, base(vocabulary=vocabulary))
     return {**design, "references": {"scaling": "top2 x4"}}
 
 
