@@ -30,7 +30,8 @@ SWEEP_STEPS = 500
 BASE_STEPS, EXISTING_STEPS = 400, 120  # of a base, and of its routers and experts
 EXISTING_BYTES = 5_000_000
 SOME_STEPS = 1248  # 4 epochs of 10,000 rows
-SMOKE_STEPS = 30
+SMOKE_STEPS = 20
+RHYTHM = {"warmup": 10, "evaluate_every": 5, "checkpoint_every": 2}  # times in a training of that size
 SEEDS = 10
 
 # A token meets equally many parameters in every arm; with one expert per token experts are twice as wide and
@@ -376,11 +377,10 @@ def shrink(design: Design) -> Design:
     vocabulary = design["base"]["data"]["vocabulary"]
     model = {"d_model": 32, "layers": 2, "heads": 2, "d_ff": 32, "max_positions": 64, "qk_norm": False}
     model |= {"vocabulary": 512 if vocabulary == "bpe" else 260, "experts": 8}
-    train = {"steps": SMOKE_STEPS, "batch_size": 8, "sequence_length": 64, "warmup": 3, "learning_rate": 0.02}
+    train = {"steps": SMOKE_STEPS, "batch_size": 8, "sequence_length": 64, "learning_rate": 0.02}
     train |= {
         "final_learning_rate": 0.002,
-        "evaluate_every": 5,
-        "checkpoint_every": 10,
+        **{key: SMOKE_STEPS // part for key, part in RHYTHM.items()},
         "evaluation_rows": 10,
         "dtype": "float32",
     }
@@ -394,7 +394,7 @@ def shrink(design: Design) -> Design:
         given, each = table.get("train", {}), {}
         if "steps" in given:
             each["steps"] = max(SMOKE_STEPS * given["steps"] // design["base"]["train"]["steps"], 1)
-            each["warmup"] = max(each["steps"] // 10, 1)
+            each |= {key: max(each["steps"] // part, 1) for key, part in RHYTHM.items()}
         each |= rate(10 * given["learning_rate"]) if "learning_rate" in given else {}
         arms[name] = {**table, "model": changed, "train": each}
     data = {"vocabulary": vocabulary, "max_bytes": 400_000}
