@@ -10,7 +10,7 @@ from __future__ import annotations
 import html
 import math
 from collections.abc import Callable
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -78,7 +78,8 @@ def render(template: str, studies: list[Tables]) -> str:
 
 CLAIMS: dict[str, Callable[[Results], list[Claim]]] = {
     "hypotheses": numbers.hypotheses,
-    "hash": numbers.hash_claims,
+    "hash": partial(numbers.arm_claims, subject="hash"),
+    "some": partial(numbers.arm_claims, subject="some"),
     "effects": numbers.effect_claims,
 }
 
@@ -194,12 +195,11 @@ def hypotheses_panels(results: Results) -> Panels:
     return [Dots("Effect over half its interval", rows, 0.0)]
 
 
-def hash_panels(results: Results) -> Panels:
-    found = results.tests
+def pairs_panels(results: Results, subject: str) -> Panels:
     panels: Panels = []
-    for tables in results.hashes:
-        name = numbers.study_name(tables)
-        rows = [(f"{arm} over {other}", found[name, arm, other]) for _, arm, other in numbers.HASHES]
+    for name in map(numbers.study_name, results.others):
+        pairs = [(arm, other) for _, arm, other in numbers.ARM_CLAIMS[subject]]
+        rows = [(f"{arm} over {other}", results.tests[name, arm, other]) for arm, other in pairs]
         panels.append(Dots(f"Gain in {name} (nats per token)", [row for row in rows if row[1]], 0.0))
     return panels
 
@@ -482,7 +482,8 @@ CHARTS: dict[str, tuple[Callable[[Results], Panels], str]] = {
         "Each number over half its interval: right of the line favours the hypothesis, and a bar that "
         "crosses the line does not exclude its value of no effect, even before the correction.",
     ),
-    "hash": (hash_panels, f"{MEANS}; right of the line the first arm is better."),
+    "hash": (partial(pairs_panels, subject="hash"), f"{MEANS}; right of the line the first arm is better."),
+    "some": (partial(pairs_panels, subject="some"), f"{MEANS}; right of the line the first arm is better."),
     "significance": (significance_panels, f"{MEANS}, paired by seed; right of the line SPECTRA is better."),
     "performance": (performance_panels, f"{MEANS}; less is better. Rows by overall loss."),
     "variants": (

@@ -21,7 +21,7 @@ from moescope.run import Run
 DOCS = Path(__file__).parents[1] / "docs"
 PAGES = ("findings.md", "results.md", "routers.md")
 # digits in names: hypotheses, published routers, arms, option names
-NAMES = re.compile(r"\bH\d\b|\bTop-\d\b|\btop2\w*|\bx4\b|`[^`]*`")
+NAMES = re.compile(r"\bH\d\b|\b[AB]\d\b|\bTop-\d\b|\btop2\w*|\bx4\b|`[^`]*`")
 
 
 def load(path: Path) -> ModuleType:

@@ -203,7 +203,7 @@ def null_results(generator: np.random.Generator, seeds: int) -> Results:
     sizes["study_runs"]["parameters_active"] = active
     axes = [{"arm": arm, "axis": "size", "value": None, "label": arm[-1]} for arm in sized]
     sizes["study_axes"] = pd.DataFrame(axes)
-    hashed = list(dict.fromkeys(arm for _, *arms in results.HASHES for arm in arms))
+    hashed = list(dict.fromkeys(arm for pair in results.PAIRS for arm in pair))
     ablation, hashes = {"study_runs": runs(variants)}, {"study_runs": runs(hashed)}
     return Results(main, ablation, {}, sizes, {}, {}, (hashes,), effects)
 
@@ -212,7 +212,7 @@ def test_of_four_thousand_results_without_an_effect_at_most_a_twentieth_claims_o
     """Every test of the page: routers, ablations, layers, consistency, cost at its margin, sizes, domains."""
     studies, seeds = 4000, 10
     everything = results.tested_numbers(null_results(np.random.default_rng(6), studies * seeds))
-    assert len(everything) == 5 + 8 + 5 + 5 + len(EFFECTS)
+    assert len(everything) == 5 + 8 + 5 + 10 + len(EFFECTS)
     numbers = np.stack([of.sort_index().to_numpy().reshape(studies, seeds) for of in everything.values()], 1)
     null = np.array([0.1 if key == ("H4",) else 0.0 for key in everything])
     adjusted = holm(stats.ttest_1samp(numbers, null[:, None], axis=-1).pvalue)
@@ -254,6 +254,20 @@ def test_h1_to_h3_follow_the_sign_of_a_clear_difference(sign: int, verdict: str)
     tables["study_layers"].loc[lambda frame: frame["arm"] == "spectra", "value"] += np.tile(noise, 2)
     found = verdicts(Results.of([tables]))
     assert (found["H1"], found["H2"], found["H3"]) == (verdict, verdict, verdict)
+
+
+def test_a_claim_on_two_arms_is_judged_in_each_study_that_has_them():
+    base, noise = np.array([2.5, 2.4, 2.6, 2.55, 2.45]), np.array([0.001, -0.001, 0.002, 0.0, -0.002])
+    losses = {"top2": base, "hash": base - 0.1 + noise, "hash_previous": base - 0.2 - noise}
+    tables = study({arm: list(values) for arm, values in losses.items()})
+    tables["study_name"] = pd.DataFrame({"name": ["bytes"]})
+    found = {one.claim: one for one in results.arm_claims(Results.of([tables]), "hash")}
+    better, longer, previous, *_ = found.values()
+    assert (better.name, better.verdict) == ("bytes", "confirmed")
+    assert better.number.mean == pytest.approx(0.1)
+    assert (previous.verdict, previous.number.mean) == ("refuted", pytest.approx(-0.1))
+    assert (longer.name, longer.number, longer.verdict) == ("", None, "not testable")
+    assert {one.verdict for one in results.arm_claims(NO_TABLES, "some")} == {"not testable"}
 
 
 def test_what_predicts_the_effect_of_removing_an_expert_is_tested_over_seeds_in_the_same_family():

@@ -78,7 +78,8 @@ def all_sections(results: Results) -> list[Section]:
     """Return the answers, then tables and figures in the paper's order."""
     return [
         hypotheses_section(results),
-        hash_section(results),
+        arms_section(results, "hash", "Hash routing"),
+        arms_section(results, "some", "SoME"),
         significance_section(results),
         performance_section(results.main, results.bases),
         variants_section(results.ablation),
@@ -133,10 +134,12 @@ def hypotheses_section(results: Results) -> Section:
     return section("answers", "Hypotheses", text, table)
 
 
-def hash_section(results: Results) -> Section:
+def arms_section(results: Results, subject: str, title: str) -> Section:
     text = f"Above 0 favours the claim; no effect: 0. {family(results)}"
-    table = claims_table("results_hash", "Claims about hash routing", "claim", numbers.hash_claims(results))
-    return section("hash", "Hash routing", text, table)
+    claims = numbers.arm_claims(results, subject)
+    return section(
+        subject, title, text, claims_table(f"results_{subject}", f"Claims: {title}", "claim", claims)
+    )
 
 
 def effects_section(results: Results) -> Section:
@@ -248,6 +251,7 @@ def performance_section(tables: Tables, bases: Tables) -> Section:
         closure = numbers.gap_closure(tables, arm)
         row = [title, arm_cell(tables, arm, overall, 4, chance=False), perplexity(overall)]
         row.append(cell(closure, 2, chance=False) if closure else absent(tables, arm) or gap)
+        row.append(arm_cell(tables, arm, numbers.run_value(tables, arm, "loss_slope"), 2))
         for domain in (*domains, *outside):
             found = numbers.over_seeds(losses[domain]) if domain in losses else None
             row += [arm_cell(tables, arm, found, 3, chance=False), perplexity(found)]
@@ -255,12 +259,13 @@ def performance_section(tables: Tables, bases: Tables) -> Section:
     if "unigram_loss" in runs and runs["unigram_loss"].notna().any():
         level = Estimate(float(runs["unigram_loss"].mean()), math.nan, 1)
         blank = [""] * 2 * (len(domains) + len(outside))
-        rows.append(["unigram baseline", cell(level, 4), perplexity(level), "", *blank])
+        rows.append(["unigram baseline", cell(level, 4), perplexity(level), "", "", *blank])
     heads: Heads = [
         ("arm", "router", "text"),
         ("study_runs.validation_loss", "loss ± 95 %", "text"),
         ("perplexity", "perplexity", "text"),
         ("gap_closure", "gap closure", "text"),
+        ("loss_slope", "final slope, per 1,000 steps", "text"),
     ]
     for domain in (*domains, *outside):
         name = f"{domain}, not trained on" if domain in outside else domain

@@ -42,13 +42,23 @@ VARIANTS = [  # row, arm, whether the hypothesis on components names it
 EFFECT, GIVEN_LOAD = "effect_", "_given_load"  # metrics of study_layers
 PREDICTORS = ("alignment", "ambiguity")
 EQUAL_FLOPS = f"{BASELINE}_flops"
-HASHES = [  # claim, the arm that is better by it, the other
-    ("A hash of the token beats a learned top-two router", "hash", BASELINE),
-    ("It does so after four times the steps", "hash x4", f"{BASELINE} x4"),
-    ("A hash of the previous token is worse", "hash", "hash_previous"),
-    ("Random experts per occurrence are worse", "hash", "hash_random"),
-    ("Top-two gains if it reads the token's embedding", f"{BASELINE}_token", BASELINE),
-]
+ARM_CLAIMS = {  # subject -> claim, the arm that is better by it, the other
+    "hash": [
+        ("A hash of the token beats a learned top-two router", "hash", BASELINE),
+        ("It does so after four times the steps", "hash x4", f"{BASELINE} x4"),
+        ("A hash of the previous token is worse", "hash", "hash_previous"),
+        ("Random experts per occurrence are worse", "hash", "hash_random"),
+        ("Top-two gains if it reads the token's embedding", f"{BASELINE}_token", BASELINE),
+    ],
+    "some": [
+        ("SoME gains from eight times the experts", "B3", "A4"),
+        ("Keys that organise themselves beat frozen ones", "A4", "A4 frozen keys"),
+        ("Frozen random experts contribute", "A4", "A4 zero experts"),
+        ("SoME beats a dense model of its active size", "A4", "A4 dense"),
+        ("Training the experts helps", "A4 trained experts", "A4"),
+    ],
+}
+PAIRS = [(arm, other) for claims in ARM_CLAIMS.values() for _, arm, other in claims]
 LEAST_SHARE, MOST_VIOLATION = 0.01, 0.5  # beyond them a layer has collapsed
 RARE = 0.1  # of the mean load
 SPECIALISED = ("code", "math", "medicine", "science", "headers", "arithmetic")  # domains
@@ -121,7 +131,7 @@ class Results:
     sizes: Tables
     bases: Tables
     sweep: Tables = field(default_factory=dict)
-    hashes: tuple[Tables, ...] = ()
+    others: tuple[Tables, ...] = ()  # of claims about pairs of arms
     effects: Tables = field(default_factory=dict)
 
     @classmethod
@@ -130,7 +140,7 @@ class Results:
         studies = [counted(tables) for tables in studies]
         routers = {arm for _, arm in ROUTERS}
         variants = {arm for _, arm, _ in VARIANTS} - routers
-        controls = {arm for _, *arms in HASHES for arm in arms} - routers
+        controls = {arm for pair in PAIRS for arm in pair} - routers
         main = most(studies, lambda tables: len(routers & finished_arms(tables)))
         return cls(
             main,
@@ -347,9 +357,9 @@ def tested_numbers(results: Results) -> dict[Key, pd.Series]:
         ("H6",): size_slopes(results.sizes),
         ("H7",): domain_contrast(results.main),
     }
-    for tables in results.hashes:
+    for tables in results.others:
         name = study_name(tables)
-        found |= {(name, arm, other): loss_gain(tables, arm, other) for _, arm, other in HASHES}
+        found |= {(name, arm, other): loss_gain(tables, arm, other) for arm, other in PAIRS}
     found |= {
         ("effect", arm, metric): layer_means(results.effects, arm, metric)
         for arm, metric in predicted_effects(results.effects)
@@ -553,11 +563,11 @@ def hypotheses(results: Results) -> list[Claim]:
     ]
 
 
-def hash_claims(results: Results) -> list[Claim]:
-    """Return the claims on hash routing, of each study that has their arms."""
+def arm_claims(results: Results, subject: str) -> list[Claim]:
+    """Return the claims on pairs of arms, of each study that has them."""
     found, claims = results.tests, []
-    for claim, arm, other in HASHES:
-        compared = [name for name in map(study_name, results.hashes) if found[name, arm, other]]
+    for claim, arm, other in ARM_CLAIMS[subject]:
+        compared = [name for name in map(study_name, results.others) if found[name, arm, other]]
         measure = f"loss of {other} minus {arm} (nats per token)"
         claims += [
             judge(name, claim, measure, found.get((name, arm, other)), missing(arm, other))
