@@ -78,8 +78,8 @@ def render(template: str, studies: list[Tables]) -> str:
 
 CLAIMS: dict[str, Callable[[Results], list[Claim]]] = {
     "hypotheses": numbers.hypotheses,
-    "hash": partial(numbers.arm_claims, subject="hash"),
-    "some": partial(numbers.arm_claims, subject="some"),
+    "hash": partial(numbers.arm_claims, subject="Hash routing"),
+    "some": partial(numbers.arm_claims, subject="SoME"),
     "effects": numbers.effect_claims,
 }
 
@@ -482,8 +482,11 @@ CHARTS: dict[str, tuple[Callable[[Results], Panels], str]] = {
         "Each number over half its interval: right of the line favours the hypothesis, and a bar that "
         "crosses the line does not exclude its value of no effect, even before the correction.",
     ),
-    "hash": (partial(pairs_panels, subject="hash"), f"{MEANS}; right of the line the first arm is better."),
-    "some": (partial(pairs_panels, subject="some"), f"{MEANS}; right of the line the first arm is better."),
+    "hash": (
+        partial(pairs_panels, subject="Hash routing"),
+        f"{MEANS}; right of the line the first arm is better.",
+    ),
+    "some": (partial(pairs_panels, subject="SoME"), f"{MEANS}; right of the line the first arm is better."),
     "significance": (significance_panels, f"{MEANS}, paired by seed; right of the line SPECTRA is better."),
     "performance": (performance_panels, f"{MEANS}; less is better. Rows by overall loss."),
     "variants": (

@@ -261,13 +261,13 @@ def test_a_claim_on_two_arms_is_judged_in_each_study_that_has_them():
     losses = {"top2": base, "hash": base - 0.1 + noise, "hash_previous": base - 0.2 - noise}
     tables = study({arm: list(values) for arm, values in losses.items()})
     tables["study_name"] = pd.DataFrame({"name": ["bytes"]})
-    found = {one.claim: one for one in results.arm_claims(Results.of([tables]), "hash")}
+    found = {one.claim: one for one in results.arm_claims(Results.of([tables]), "Hash routing")}
     better, longer, previous, *_ = found.values()
     assert (better.name, better.verdict) == ("bytes", "confirmed")
     assert better.number.mean == pytest.approx(0.1)
     assert (previous.verdict, previous.number.mean) == ("refuted", pytest.approx(-0.1))
     assert (longer.name, longer.number, longer.verdict) == ("", None, "not testable")
-    assert {one.verdict for one in results.arm_claims(NO_TABLES, "some")} == {"not testable"}
+    assert {one.verdict for one in results.arm_claims(NO_TABLES, "SoME")} == {"not testable"}
 
 
 def test_what_predicts_the_effect_of_removing_an_expert_is_tested_over_seeds_in_the_same_family():

@@ -78,8 +78,7 @@ def all_sections(results: Results) -> list[Section]:
     """Return the answers, then tables and figures in the paper's order."""
     return [
         hypotheses_section(results),
-        arms_section(results, "hash", "Hash routing"),
-        arms_section(results, "some", "SoME"),
+        *(arms_section(results, subject) for subject in numbers.ARM_CLAIMS),
         significance_section(results),
         performance_section(results.main, results.bases),
         variants_section(results.ablation),
@@ -134,12 +133,11 @@ def hypotheses_section(results: Results) -> Section:
     return section("answers", "Hypotheses", text, table)
 
 
-def arms_section(results: Results, subject: str, title: str) -> Section:
+def arms_section(results: Results, subject: str) -> Section:
     text = f"Above 0 favours the claim; no effect: 0. {family(results)}"
-    claims = numbers.arm_claims(results, subject)
-    return section(
-        subject, title, text, claims_table(f"results_{subject}", f"Claims: {title}", "claim", claims)
-    )
+    claims, anchor = numbers.arm_claims(results, subject), subject.split(" ")[0].lower()
+    table = claims_table(f"results_{anchor}", f"Claims: {subject}", "claim", claims)
+    return section(anchor, subject, text, table)
 
 
 def effects_section(results: Results) -> Section:

@@ -43,14 +43,14 @@ EFFECT, GIVEN_LOAD = "effect_", "_given_load"  # metrics of study_layers
 PREDICTORS = ("alignment", "ambiguity")
 EQUAL_FLOPS = f"{BASELINE}_flops"
 ARM_CLAIMS = {  # subject -> claim, the arm that is better by it, the other
-    "hash": [
+    "Hash routing": [
         ("A hash of the token beats a learned top-two router", "hash", BASELINE),
         ("It does so after four times the steps", "hash x4", f"{BASELINE} x4"),
         ("A hash of the previous token is worse", "hash", "hash_previous"),
         ("Random experts per occurrence are worse", "hash", "hash_random"),
         ("Top-two gains if it reads the token's embedding", f"{BASELINE}_token", BASELINE),
     ],
-    "some": [
+    "SoME": [
         ("SoME gains from eight times the experts", "B3", "A4"),
         ("Keys that organise themselves beat frozen ones", "A4", "A4 frozen keys"),
         ("Frozen random experts contribute", "A4", "A4 zero experts"),
