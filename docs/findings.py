@@ -134,7 +134,7 @@ def routers_table(tables: Tables) -> str:
             ),
             str(len(numbers.by_seed(tables, arm, "validation_loss"))),
         ]
-        rows.append((f"`{arm}`", *cells))
+        rows.append((cell(arm), *cells))
     heads = ("router", "loss", f"minus `{BASELINE}`", "load CV", "dropped", "seeds")
     return table(heads, rows or [("all routers", NOT_RUN, NOT_RUN, NOT_RUN, NOT_RUN, "")])
 
