@@ -96,8 +96,7 @@ def grouped_product(x_SI: Tensor, weight_EOI: Tensor, ends_E: Tensor) -> Tensor:
     if len(weight_EOI) == 1:  # nothing to group
         return x_SI @ weight_EOI[0].T
     if grouped_mm_runs(x_SI, weight_EOI):
-        product = getattr(functional, "grouped_mm", None) or torch._grouped_mm
-        return product(x_SI, weight_EOI.transpose(-2, -1), offs=ends_E)
+        return functional.grouped_mm(x_SI, weight_EOI.transpose(-2, -1), offs=ends_E)
     return looped_product(x_SI, weight_EOI, ends_E)
 
 
@@ -115,18 +114,13 @@ def looped_product(x_SI: Tensor, weight_EOI: Tensor, ends_E: Tensor) -> Tensor:
 def grouped_mm_runs(x_SI: Tensor, weight_EOI: Tensor) -> bool:
     """Return whether torch's grouped product supports these: rows of whole 16 bytes, on a GPU bfloat16 only.
 
-    Other dtypes run as a loop inside torch. Before it was public (torch 2.10) it was limited to Hopper GPUs.
+    Other dtypes run as a loop inside torch.
     """
     if any(width * x_SI.element_size() % 16 for width in weight_EOI.shape[1:]):
         return False
-    public = hasattr(functional, "grouped_mm")
     if x_SI.is_cuda:
-        least = (8, 0) if public else (9, 0)
-        known = public or hasattr(torch, "_grouped_mm")
-        return (
-            known and x_SI.dtype == torch.bfloat16 and torch.cuda.get_device_capability(x_SI.device) >= least
-        )
-    return public and x_SI.device.type == "cpu"
+        return x_SI.dtype == torch.bfloat16 and torch.cuda.get_device_capability(x_SI.device) >= (8, 0)
+    return x_SI.device.type == "cpu"
 
 
 class Experts(nn.Module):
