@@ -37,7 +37,7 @@ from moescope.lab.results import (
     Estimate,
     Results,
 )
-from moescope.plotting.style import capital, number
+from moescope.plotting.style import capital, counted, number
 from moescope.run import Run
 from moescope.verb import Payload, Tables
 
@@ -91,7 +91,7 @@ def claims_table(claims: list[Claim]) -> str:
         if one.number:
             p = one.number.p_adjusted
             evidence += [f"p (Holm) {p_text(p)}"] if math.isfinite(p) else []
-            evidence.append(f"{one.number.seeds} seeds")
+            evidence.append(counted(one.number.seeds, "seed"))
         evidence += [one.why] if one.why else []
         title = f"{one.name}: {one.claim}" if one.name else one.claim
         rows.append((cell(title), one.verdict, cell("; ".join(evidence))))
