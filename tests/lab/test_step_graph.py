@@ -11,10 +11,12 @@ import torch
 
 from lab.tiny_training import tiny_config, tiny_corpus, tiny_training, trained
 from moescope.decoder.model import LabModel
+from moescope.decoder.ranks import Ranks
 from moescope.decoder.routers import ROUTERS
 from moescope.decoder.vocabulary import Bytes
 from moescope.lab import training
 from moescope.lab.batches import TokenRows
+from moescope.lab.training_state import load_state, save_state
 from moescope.routing.monitor import LoopMonitor
 
 on_a_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device here")
@@ -77,3 +79,25 @@ def test_captured_steps_are_the_same_numbers(
         pd.testing.assert_frame_equal(captured, plain, check_exact=True)
     for name, weight in found["plain"][2].items():
         assert torch.equal(found["captured"][2][name], weight), name
+
+
+def test_a_training_of_a_gpu_continues_on_a_cpu(tmp_path: Path):
+    """AdamW's choice of kernels belongs to the device: a saved one does not come back."""
+    whole, first = (tiny_training(tiny_config(steps=steps, learning_rate=1e-3)) for steps in (12, 12))
+    expected = trained(whole, tmp_path / "whole").table("steps").set_index("step")["lm_loss"]
+    watch = training.FiniteWatch(first.model.train())
+    for _ in range(4):
+        first.one_step(watch)
+    watch.close()
+    save_state(tmp_path / "states", 4, first.model, first.optimiser, [], Ranks())
+    state = load_state(tmp_path / "states")
+    assert state is not None
+    for group in state.optimiser["param_groups"]:  # as a GPU's are saved
+        group |= {"fused": True, "capturable": True, "lr": torch.tensor(1e-3)}
+    second = tiny_training(tiny_config(steps=12, learning_rate=1e-3))
+    second.restore(state)
+    for flag in ("fused", "capturable"):
+        assert not any(group[flag] for group in second.optimiser.param_groups)
+    second.evaluations = [{"loss": 0.0, "published": 0.0, "domains": {}, "step": 4}]
+    found = trained(second, tmp_path / "rest").table("steps").set_index("step")["lm_loss"]
+    pd.testing.assert_series_equal(found.loc[8:], expected.loc[8:], rtol=1e-6)

@@ -21,6 +21,7 @@ from moescope.errors import BadInput
 from moescope.storage import atomic_file, check_disk, sync_folder
 
 FILE = "training_state.pt"
+KERNELS = ("fused", "capturable", "foreach")  # options of AdamW that fit a device, not a training
 UNREADABLE = (OSError, RuntimeError, TypeError, EOFError, LookupError, ValueError, pickle.UnpicklingError)
 
 
@@ -46,7 +47,7 @@ class TrainingState:
 
 
 def shard_moments(state: dict[str, Any], optimiser: torch.optim.Optimizer) -> dict[str, Any]:
-    """Return the optimiser's saved state with its moments sharded like their weights."""
+    """Return an optimiser's saved state with moments sharded like weights, for this device's kernels."""
     weights = [weight for group in optimiser.param_groups for weight in group["params"]]
     moments = {
         number: {
@@ -55,7 +56,9 @@ def shard_moments(state: dict[str, Any], optimiser: torch.optim.Optimizer) -> di
         }
         for number, held in state["state"].items()
     }
-    return {**state, "state": moments}
+    kernels = [{flag: group[flag] for flag in KERNELS} for group in optimiser.param_groups]
+    groups = [{**saved, **own} for saved, own in zip(state["param_groups"], kernels, strict=True)]
+    return {**state, "state": moments, "param_groups": groups}
 
 
 def generator_state() -> Tensor:
