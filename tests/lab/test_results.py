@@ -286,7 +286,7 @@ def test_what_predicts_the_effect_of_removing_an_expert_is_tested_over_seeds_in_
     )
     found = Results.of([tables])
     beyond, load = results.effect_claims(found)
-    assert (load.name, load.verdict, beyond.verdict) == ("top2", "confirmed", "not testable")
+    assert (load.name, load.verdict, beyond.verdict) == ("top2", "confirmed", "undecided")
     assert beyond.claim.startswith("Alignment")
     for one, metric in ((load, "effect_load"), (beyond, "effect_alignment_given_load")):
         assert one.number.mean == pytest.approx(np.mean(values[metric]))
@@ -297,7 +297,7 @@ def test_what_predicts_the_effect_of_removing_an_expert_is_tested_over_seeds_in_
     assert {one.verdict for one in results.effect_claims(NO_TABLES)} == {"not testable"}
 
 
-@pytest.mark.parametrize(("times", "verdict"), [(1.02, "confirmed"), (1.6, "refuted"), (1.1, "not testable")])
+@pytest.mark.parametrize(("times", "verdict"), [(1.02, "confirmed"), (1.6, "refuted"), (1.1, "undecided")])
 def test_h4_tests_the_time_of_training_against_a_tenth_more(times: float, verdict: str):
     noise = np.array([0.01, -0.01, 0.02, 0.0, -0.02])
     speeds = {"top2": [1000.0] * 5, "spectra": list(1000 / (times + noise))}
@@ -321,7 +321,7 @@ def test_h5_needs_every_component_to_help():
     assert verdicts(Results.of([ablations(helpful)]))["H5"] == "confirmed"
     assert verdicts(Results.of([ablations({**helpful, "GRU": -0.05})]))["H5"] == "refuted"
     unclear = results.hypotheses(Results.of([ablations({**helpful, "GRU": 0.0})]))[4]
-    assert unclear.verdict == "not testable"
+    assert unclear.verdict == "undecided"
     assert "3 of 4" in unclear.why
     assert "-GRU" in unclear.why
     del helpful["Ortho"]

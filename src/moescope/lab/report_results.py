@@ -123,7 +123,7 @@ def claims_table(name: str, title: str, head: str, found: list[Claim]) -> Payloa
 def hypotheses_section(results: Results) -> Section:
     found = numbers.hypotheses(results)
     counts = Counter(one.verdict for one in found)
-    verdicts = [f"{counts[name]} {name}" for name in ("confirmed", "refuted", "not testable") if counts[name]]
+    verdicts = [f"{counts[name]} {name}" for name in numbers.VERDICTS if counts[name]]
     text = (
         f"Of seven published hypotheses here: {listed(verdicts)}. Numbers are means over seeds with 95 % "
         "intervals; no effect: 0. Above 0 favours the hypothesis; H4: below 0.1. "

@@ -65,7 +65,12 @@ SPECIALISED = ("code", "math", "medicine", "science", "headers", "arithmetic")  
 SIMILAR_COST = 0.1  # of the baseline's
 EARLY = 0.1  # of the steps
 
-CONFIRMED, REFUTED, NOT_TESTABLE = "confirmed", "refuted", "not testable"
+CONFIRMED, REFUTED = "confirmed", "refuted"
+UNDECIDED, NOT_TESTABLE = (
+    "undecided",
+    "not testable",
+)  # tested, but not distinguishable; not run, or too few seeds
+VERDICTS = (CONFIRMED, REFUTED, UNDECIDED, NOT_TESTABLE)
 NOT_RUN = "not run"
 
 
@@ -598,7 +603,8 @@ def judge(
     if found.seeds < MIN_SEEDS:
         return Claim(name, claim, measure, found, "too few seeds to claim anything")
     if not found.significant:
-        return Claim(name, claim, measure, found, "not distinguishable with these seeds")
+        fits = f"{found.low:.3f} to {found.high:.3f} fits the data".replace("-", "−")
+        return Claim(name, claim, measure, found, fits, UNDECIDED)
     favoured = found.mean > 0 if most_similar is None else found.mean < most_similar
     return Claim(name, claim, measure, found, "", CONFIRMED if favoured else REFUTED)
 
@@ -623,7 +629,7 @@ def components(results: Results, found: Tests) -> Claim:
         return Claim("H5", claim, measure, smallest, f"{why}; too few seeds to claim anything")
     if any(one.mean < 0 and one.significant for one in known.values()):
         return Claim("H5", claim, measure, smallest, why, REFUTED)
-    verdict = CONFIRMED if worse == len(known) else NOT_TESTABLE
+    verdict = CONFIRMED if worse == len(known) else UNDECIDED
     return Claim("H5", claim, measure, smallest, why, verdict)
 
 
