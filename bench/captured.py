@@ -62,6 +62,8 @@ def main() -> None:
     parser.add_argument("--compile", action="store_true")
     parser.add_argument("--steps", type=int, default=60)
     given = parser.parse_args()
+    if not torch.cuda.is_available():
+        parser.error("needs a GPU")
     routers = given.routers.split(",")
     first = config_of(routers[0], given)
     corpus = read_corpus(first.data)
