@@ -83,7 +83,8 @@ def finished(run: Path) -> set[tuple[str, int]]:
     if not file.exists():
         return set()
     runs = read_parquet(str(file), TABLES["study_runs"])
-    runs = runs[runs["status"] != "not run"]
+    short = runs["message"].fillna("").str.contains("out of memory")  # another shard may have room
+    runs = runs[(runs["status"] != "not run") & ~short]
     return set(zip(runs["arm"], runs["seed"], strict=True))
 
 

@@ -54,6 +54,50 @@ def test_a_pass_without_hooks_counts_like_a_pass_with_them(tmp_path: Path, route
         )
 
 
+@pytest.mark.parametrize("router", ["top2", "spectra"])
+def test_a_step_that_cannot_be_captured_is_launched(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, router: str
+):
+    """A capture that fails half way, after routers have added to their sums, changes no number."""
+
+    def failing(model: LabModel, update: object, batch: tuple[torch.Tensor, ...], watch: object) -> None:
+        model.forward(batch[0], mask_BL=batch[1], targets_BL=batch[2])
+        raise RuntimeError("CUDA error: out of memory\nmore lines")
+
+    monkeypatch.setattr(training, "StepGraph", failing)
+    plain, failed = (tiny_training(tiny_config(router)) for _ in range(2))
+    failed.capturable = True
+    found = [trained(one, tmp_path / str(at)) for at, one in enumerate((plain, failed))]
+    columns = ["step", "lm_loss", "aux_loss", "gradient_norm", "validation_loss"]
+    pd.testing.assert_frame_equal(*(run.table("steps")[columns] for run in found), check_exact=True)
+    messages = [record.getMessage() for record in caplog.records if "CUDA graph" in record.getMessage()]
+    assert messages == ["moescope: steps run without a CUDA graph: CUDA error: out of memory"]
+
+
+@pytest.mark.parametrize(
+    ("capability", "hip", "waits"),
+    [((9, 0), None, False), ((8, 9), None, True), ((12, 0), None, True), ((9, 4), "6.4", True)],
+)
+def test_only_gpus_with_a_kernel_for_grouped_products_do_not_wait(
+    monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int], hip: str | None, waits: bool
+):
+    experts = tiny_training(tiny_config()).model.blocks[0].mlp.experts
+    assert experts.waits(torch.bfloat16)  # a CPU's is a loop too
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: capability)
+    monkeypatch.setattr(torch.version, "hip", hip)
+    monkeypatch.setattr("moescope.decoder.experts.grouped_mm_runs", lambda rows, weight: True)
+    weight = torch.empty(0, 0, 0)
+    monkeypatch.setattr(type(experts), "parameters", lambda self: iter([OnGpu(weight)]))
+    assert experts.waits(torch.bfloat16) == waits
+
+
+class OnGpu:
+    """A weight that says it is on a GPU."""
+
+    def __init__(self, weight: torch.Tensor):
+        self.dim, self.new_empty, self.device = weight.dim, weight.new_empty, torch.device("cuda")
+
+
 @on_a_gpu
 @pytest.mark.parametrize("router", sorted(set(ROUTERS) - {"expert_choice"}))  # whose sums are not repeatable
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])  # float32 experts are a loop: no step is captured

@@ -135,10 +135,19 @@ class Experts(nn.Module):
         raise NotImplementedError
 
     def waits(self, dtype: torch.dtype) -> bool:
-        """Whether a pass in this arithmetic waits for the device, because a product runs as a loop."""
+        """Whether a pass in this arithmetic waits for the device, because a product is a loop over experts.
+
+        Inside torch it is one on GPUs without a kernel for it: all but NVIDIA's capabilities 9 and 10.
+        """
         matrices = [weight for weight in self.parameters() if weight.dim() == 3]
-        rows = matrices[0].new_empty(0, dtype=dtype)
-        return self.n_experts > 1 and not all(grouped_mm_runs(rows, weight) for weight in matrices)
+        device, rows = matrices[0].device, matrices[0].new_empty(0, dtype=dtype)
+        kernel = (
+            device.type == "cuda"
+            and torch.version.hip is None
+            and torch.cuda.get_device_capability(device)[0] in (9, 10)
+            and all(grouped_mm_runs(rows, weight) for weight in matrices)
+        )
+        return self.n_experts > 1 and not kernel
 
     def forward(
         self, x_TD: Tensor, chosen_TK: Tensor, gates_TK: Tensor, at_most: int | None = None

@@ -13,6 +13,7 @@ from torch.nn import functional
 
 from moescope.decoder.config import ModelConfig
 from moescope.decoder.routers import router_class
+from moescope.decoder.routers.contract import compiled_function
 
 # --- elementwise steps: pure functions, so that torch.compile can fuse each into one kernel
 
@@ -59,7 +60,7 @@ EAGER = Elementwise()
 @cache
 def compiled() -> Elementwise:
     """Return the same functions through torch.compile, created once per process, compiled on first use."""
-    return Elementwise(**{name: torch.compile(function) for name, function in vars(EAGER).items()})
+    return Elementwise(**{name: compiled_function(function) for name, function in vars(EAGER).items()})
 
 
 # --- attention

@@ -93,6 +93,8 @@ def run_task(device: str, task: TrainingTask, tick: Callable[[], None]) -> TaskR
     elif device.startswith("cuda"):
         torch.cuda.init()  # type: ignore[no-untyped-call] # a process without a GPU context has nothing to reset
         torch.cuda.reset_peak_memory_stats()
+    if task.config.train.compile:
+        torch._dynamo.reset()  # else, after eight sizes and options, this training would not be compiled
     row = {**task.keys, "question": task.question, **costs(task.config), **routing_size(task.config)}
     try:
         # Alerts are in each training's table; printed, they would not name their training.

@@ -5,6 +5,8 @@ The losses are the same step for step whether it runs through, is killed and res
 
 from __future__ import annotations
 
+import gc
+import logging
 import math
 import sys
 import time
@@ -42,6 +44,7 @@ LOG_EVERY = 10  # steps; more often where evaluations or checkpoints come more o
 BETAS = (0.9, 0.95)
 WARM_STEPS = 3  # before one is captured: libraries set themselves up in the first
 Advance = Callable[[str, int], None]
+logger = logging.getLogger("moescope")
 
 
 @dataclass(frozen=True)
@@ -66,6 +69,8 @@ class Training:
     unigram: dict[str, float] = field(default_factory=dict)  # the baseline's loss by domain; "": all
 
     def __post_init__(self) -> None:
+        if self.device.startswith("cuda:"):  # for streams, random numbers and peak memory
+            torch.cuda.set_device(self.device)
         self.sharded = self.config.train.parallel == "fsdp" and self.ranks.world > 1
         if self.sharded:
             shard_model(self.model, self.device, self.ranks)
@@ -151,11 +156,16 @@ class Training:
         """Return the step as a CUDA graph, once it has run a few times; None where it cannot be one."""
         self.warm += self.capturable
         if self.graph is None and self.warm > WARM_STEPS:
-            free, _ = torch.cuda.mem_get_info(self.device)
-            if torch.cuda.max_memory_reserved(self.device) < free / 2:  # its memory is its own
+            try:
                 self.graph = StepGraph(self.model, self.update, batch, watch)
-            else:
-                self.capturable = False
+            except RuntimeError as error:  # nothing was computed: the step can still be launched
+                reason = str(error).splitlines()[0]
+                logger.warning("moescope: steps run without a CUDA graph: %s", reason)
+                self.capturable, self.warm = False, 0
+                self.optimiser.zero_grad()
+                watch.sums = []
+                for router in self.model.routers:
+                    router.accumulated.clear()
         return self.graph
 
     def share(self, micro: int) -> slice:
@@ -313,12 +323,21 @@ class StepGraph:
     def __init__(
         self, model: LabModel, update: Callable[..., Any], batch: tuple[Tensor, ...], watch: FiniteWatch
     ):
+        before = torch.cuda.current_stream()
+        free, _ = torch.cuda.mem_get_info()
+        if 2 * torch.cuda.max_memory_reserved() > free:  # its memory is its own
+            raise RuntimeError(f"only {free / 1e9:.1f} GB of GPU memory are free")
         self.model, self.batch = model, tuple(part.clone() for part in batch)
         self.routings: list[Routing] = []
         self.graph = torch.cuda.CUDAGraph()
-        # thread_local: another thread makes the Monitor's tables meanwhile
-        with torch.cuda.graph(self.graph, capture_error_mode="thread_local"):
-            self.losses, self.norms_P = update([(self.batch, 1.0)], self.forward)
+        gc.collect()  # an older graph must not end while this one is captured
+        stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+        try:
+            # thread_local: another thread makes the Monitor's tables meanwhile
+            with torch.cuda.graph(self.graph, stream=stream, capture_error_mode="thread_local"):
+                self.losses, self.norms_P = update([(self.batch, 1.0)], self.forward)
+        finally:
+            torch.cuda.set_stream(before)
         self.sums, watch.sums = watch.sums, []
 
     def forward(self, ids_BL: Tensor, **given: Any) -> Output:

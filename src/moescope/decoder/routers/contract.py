@@ -122,7 +122,11 @@ class Router(nn.Module, ABC):
 
         Not with several ranks, which communicate in between.
         """
-        return compiled(function) if self.compiles and self.training and self.ranks.world == 1 else function
+        return (
+            compiled_function(function)
+            if self.compiles and self.training and self.ranks.world == 1
+            else function
+        )
 
     @abstractmethod
     def forward(self, inputs: RouterInput) -> Routed: ...
@@ -235,9 +239,13 @@ FACTS = (
 
 
 @cache
-def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return the function through torch.compile, once per process; it compiles on first use."""
-    return torch.compile(function)
+def compiled_function(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return the function through torch.compile, once per process; it compiles on first use.
+
+    With the same kernels in every process: by default torch picks them by timing, and after a second size
+    makes one for all sizes; both round otherwise.
+    """
+    return torch.compile(function, dynamic=False, options={"deterministic": True})
 
 
 def to_routing(routed: Routed, layer: int, layer_name: str, n_experts: int) -> Routing:
