@@ -172,6 +172,22 @@ def main_study(tuned: Design) -> Design:
     return study("top2", SEEDS, arms, base())
 
 
+def controls(tuned: Design) -> Design:
+    """What tuning might explain: SPECTRA and top2 at each other's rate, and two tuned options at other values.
+
+    Tuning chose a weak balance loss for switch_top1, and for expert_choice a capacity that buys compute.
+    """
+    rates = [tuned.get(router, {}).get("learning_rate", RATE) for router in ("spectra", "top2")]
+    arms = {
+        "top2": arm("top2", tuned),
+        "top2 at the rate of spectra": {**arm("top2", tuned), "train": rate(rates[0])},
+        "spectra at the rate of top2": {**arm("spectra", tuned), "train": rate(rates[1])},
+        "switch_top1 balance=0.01": arm("switch_top1", tuned, {"balance": 0.01}),
+        "expert_choice capacity_factor=1": arm("expert_choice", tuned, {"capacity_factor": 1.0}),
+    }
+    return study("top2", SEEDS, arms, base())
+
+
 def ablation(tuned: Design) -> Design:
     from moescope.decoder.routers import ROUTERS as CLASSES
 
@@ -327,6 +343,7 @@ def designs(tuned: Design) -> dict[str, Design]:
         "tuning_edge": tuning_edge(tuned.get("rates", {}), edges),
         "untuned": untuned(),
         "main": main_study(tuned.get("best", {})),
+        "controls": controls(tuned.get("best", {})),
         "ablation": ablation(tuned.get("best", {})),
         "sweep": sweep(tuned.get("best", {})),
         "scaling_experts": scaling_experts(tuned.get("best", {})),
