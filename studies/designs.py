@@ -173,11 +173,12 @@ def main_study(tuned: Design) -> Design:
 
 
 def controls(tuned: Design) -> Design:
-    """What tuning might explain: SPECTRA and top2 at each other's rate, and two tuned options at other values.
+    """What tuning might explain: SPECTRA and top2 at each other's rate, two options at other values.
 
     Tuning chose a weak balance loss for switch_top1, and for expert_choice a capacity that buys compute.
     """
-    rates = [tuned.get(router, {}).get("learning_rate", RATE) for router in ("spectra", "top2")]
+    untuned = {"spectra": 2 * RATE, "top2": RATE / 2}
+    rates = [tuned.get(router, {}).get("learning_rate", other) for router, other in untuned.items()]
     arms = {
         "top2": arm("top2", tuned),
         "top2 at the rate of spectra": {**arm("top2", tuned), "train": rate(rates[0])},
