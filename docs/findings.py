@@ -23,7 +23,16 @@ from moescope.lab.figures_results import first_seed, middle_layer, variant_arms
 from moescope.lab.figures_study import TARGET_CV
 from moescope.lab.report_cells import cell as estimate_text
 from moescope.lab.report_cells import p_text
-from moescope.lab.report_results import FFN, PARTS, all_sections, significance_rows, sources, task_values
+from moescope.lab.report_results import (
+    FFN,
+    PARTS,
+    SETTLED,
+    all_sections,
+    baseline_cells,
+    significance_rows,
+    sources,
+    task_values,
+)
 from moescope.lab.report_study import described, study_tables
 from moescope.lab.results import (
     BASELINE,
@@ -31,12 +40,12 @@ from moescope.lab.results import (
     METHOD,
     NOT_RUN,
     ROUTERS,
-    SIMILAR_COST,
     VARIANTS,
-    Claim,
     Estimate,
     Results,
 )
+from moescope.lab.results_claims import Claim, arm_claims, effect_claims, hypotheses
+from moescope.lab.results_conditions import conditions
 from moescope.plotting.style import capital, counted, number
 from moescope.run import Run
 from moescope.verb import Payload, Tables
@@ -54,8 +63,20 @@ def read_results(folder: Path = STUDIES) -> list[Tables]:
     for path in sorted(folder.glob("*/results.parquet")):
         run = path.parent / "run"
         others = described(study_tables(Run.load(run)), Run.load(run)) if run.exists() else {}
-        found.append({**others, **numbers.from_long(pd.read_parquet(path))})
+        stored = numbers.from_long(pd.read_parquet(path))
+        found.append({**others, **stored, "study_runs": with_planned(stored, others)})
     return found
+
+
+def with_planned(stored: Tables, others: Tables) -> pd.DataFrame:
+    """Return the trainings, including those without any number: failed, or not run yet."""
+    runs, known = stored["study_runs"], others.get("study_runs")
+    if known is None:
+        return runs
+    keys = ["arm", "seed"]
+    planned = known[[*keys, "question", "status"]]
+    there = pd.MultiIndex.from_frame(planned[keys]).isin(pd.MultiIndex.from_frame(runs[keys]))
+    return pd.concat([runs, planned[~there & (planned["status"] != "done")]], ignore_index=True)
 
 
 def render(template: str, studies: list[Tables]) -> str:
@@ -64,9 +85,11 @@ def render(template: str, studies: list[Tables]) -> str:
     calls: dict[str, Callable[..., str]] = {
         "claims": lambda kind: claims_table(CLAIMS[kind](results)),
         "counts": lambda: counts_table(results),
+        "whose": lambda subject: numbers.WHOSE[subject],
         "chart": lambda anchor: chart(anchor, results),
         "sections": lambda: "\n\n".join(section_text(one, results) for one in all_sections(results)),
-        "routers": lambda: routers_table(results.main),
+        "conditions": lambda: cell(conditions(results)),
+        "routers": lambda: routers_table(results),
         "sources": lambda: sources(results).strip() or "No study was run.",
     }
     # the template is ours, and the page is Markdown: nothing to escape
@@ -77,17 +100,17 @@ def render(template: str, studies: list[Tables]) -> str:
 # --- tables
 
 CLAIMS: dict[str, Callable[[Results], list[Claim]]] = {
-    "hypotheses": numbers.hypotheses,
-    "hash": partial(numbers.arm_claims, subject="Hash routing"),
-    "some": partial(numbers.arm_claims, subject="SoME"),
-    "effects": numbers.effect_claims,
+    "hypotheses": hypotheses,
+    "hash": partial(arm_claims, subject="Hash routing"),
+    "some": partial(arm_claims, subject="SoME"),
+    "effects": effect_claims,
 }
 
 
 def claims_table(claims: list[Claim]) -> str:
     rows = []
     for one in claims:
-        evidence = [f"{one.measure}: {estimate_text(one.number, 4, chance=False)}"]
+        evidence = [f"{one.measure}: {one.counts or estimate_text(one.number, 4, chance=False)}"]
         if one.number:
             p = one.number.p_adjusted
             evidence += [f"p (Holm) {p_text(p)}"] if math.isfinite(p) else []
@@ -100,32 +123,29 @@ def claims_table(claims: list[Claim]) -> str:
 
 def counts_table(results: Results) -> str:
     """Return published claims that a count decides, without a test."""
-    collapse = [f"{title} {collapsed_text(results.main, arm)}" for arm, title in SHOWN.items()]
+    routers = {arm: numbers.collapse_rate(results.main, arm) for arm in numbers.compared_arms(results.main)}
+    collapse = [f"{arm} {one.collapsed} of {one.layers}" for arm, one in routers.items() if one]
     worst = [numbers.worst_cv(results.sweep, arm) for arm in numbers.finished_arms(results.sweep)]
     known = [one.mean for one in worst if one]
     reached = sum(value < TARGET_CV for value in known)
     balance = f"{reached} of {len(known)} settings; lowest {min(known):.3g}" if known else NOT_RUN
     rows = [
-        ("Experts do not collapse", f"collapsed layers over all seeds: {'; '.join(collapse)}"),
+        ("Experts do not collapse", f"collapsed layers over all seeds: {'; '.join(collapse) or NOT_RUN}"),
         ("The load is even", f"settings whose worst layer has a load CV below the target: {balance}"),
     ]
-    return table(("claim", "evidence: a count, no test"), rows)
+    return table(("claim", "evidence: a count, no test"), [(claim, cell(text)) for claim, text in rows])
 
 
-def collapsed_text(tables: Tables, arm: str) -> str:
-    found = numbers.collapse_rate(tables, arm)
-    return f"{found.collapsed} of {found.layers}" if found else NOT_RUN
-
-
-def routers_table(tables: Tables) -> str:
-    """Return every arm of the main study: loss, and how it routes."""
-    arms = dict.fromkeys(numbers.trainings(tables)["arm"])
+def routers_table(results: Results) -> str:
+    """Return every arm of the main study: loss, cost, and how it routes."""
+    tables = results.main
+    arms = numbers.compared_arms(tables)
     rows = []
     for arm in sorted(arms, key=lambda arm: numbers.by_seed(tables, arm, "validation_loss").mean()):
-        gain = numbers.over_seeds(numbers.loss_gain(tables, BASELINE, arm))
         cells = [
             estimate_text(numbers.run_value(tables, arm, "validation_loss"), 4),
-            "reference" if arm == BASELINE else estimate_text(gain, 4, chance=False),
+            *baseline_cells(results, arm),
+            *(millions(tables, arm, name) for name in ("flops_per_token", "parameters_active")),
             *(
                 estimate_text(found, 3, chance=False)
                 if (found := numbers.run_value(tables, arm, name))
@@ -133,10 +153,19 @@ def routers_table(tables: Tables) -> str:
                 for name in ("load_cv", "dropped_share")
             ),
             str(len(numbers.by_seed(tables, arm, "validation_loss"))),
+            str(numbers.failures(tables, arm)),
         ]
         rows.append((cell(arm), *cells))
-    heads = ("router", "loss", f"minus `{BASELINE}`", "load CV", "dropped", "seeds")
-    return table(heads, rows or [("all routers", NOT_RUN, NOT_RUN, NOT_RUN, NOT_RUN, "")])
+    heads = (
+        *("router", "loss", f"minus `{BASELINE}`", "p, Holm", "MFLOPs per token"),
+        *("active parameters (millions)", "load CV", "dropped", "seeds", "failed"),
+    )
+    return table(heads, rows or [("all routers", *[NOT_RUN] * 7, "", "")])
+
+
+def millions(tables: Tables, arm: str, column: str) -> str:
+    values = numbers.by_seed(tables, arm, column)
+    return f"{values.mean() / 1e6:.2f}" if len(values) else ""
 
 
 def section_text(section: Any, results: Results) -> str:
@@ -186,12 +215,12 @@ def chart(anchor: str, results: Results) -> str:
 def hypotheses_panels(results: Results) -> Panels:
     """Numbers of different units, each over half its interval, signed so that above 0 favours the claim."""
     rows: list[tuple[str, Estimate | None]] = []
-    for one in numbers.hypotheses(results):
+    for one in hypotheses(results):
         found = one.number
         if found and found.half > 0:
-            distance = SIMILAR_COST - found.mean if one.name == "H4" else found.mean
-            found = Estimate(distance / found.half, 1.0, found.seeds)
-        rows.append((f"{one.name} {one.verdict}", found))
+            found = Estimate(found.mean / found.half, 1.0, found.seeds)
+        if not one.counts:
+            rows.append((f"{one.name} {one.verdict}", found))
     return [Dots("Effect over half its interval", rows, 0.0)]
 
 
@@ -222,15 +251,22 @@ def performance_panels(results: Results) -> Panels:
     overall = [(arm, numbers.run_value(tables, arm, "validation_loss")) for arm in arms]
     panels: Panels = [Dots("All trained domains: loss (nats per token)", overall)]
     outside = numbers.unseen(tables)
-    for domain in (*numbers.trained_domains(tables), *outside):
-        rows = [
-            (arm, numbers.over_seeds(losses[arm][domain]) if domain in losses[arm] else None) for arm in arms
-        ]
-        panels.append(Dots(f"{domain}{', not trained on' if domain in outside else ''}: loss", rows))
+    for domain in numbers.trained_domains(tables):
+        panels.append(Dots(f"{domain}: loss", domain_rows(losses, domain)))
+    bits = {arm: numbers.domain_bits(tables, arm) for arm in arms}
+    for domain in outside:
+        panels.append(Dots(f"{domain}, not trained on: bits per byte", domain_rows(bits, domain)))
     tasks: dict[str, list[tuple[str, Estimate | None]]] = {}
     for arm, task, found in task_values([tables, results.bases]):
         tasks.setdefault(task, []).append((arm, found))
     return [*panels, *(Dots(task, rows) for task, rows in tasks.items())]
+
+
+def domain_rows(values: dict[str, pd.DataFrame], domain: str) -> list[tuple[str, Estimate | None]]:
+    return [
+        (arm, numbers.over_seeds(of_arm[domain]) if domain in of_arm else None)
+        for arm, of_arm in values.items()
+    ]
 
 
 def curves_panels(
@@ -258,7 +294,7 @@ def curves_panels(
 def variant_curves(results: Results) -> Panels:
     arms = [(title, arm) for title, arm, _ in VARIANTS]
     return curves_panels(
-        results.ablation, "validation_loss", "Validation loss (nats per token) by step", arms
+        results.ablation, "validation_loss", "Validation loss (nats per token) by step", arms, SETTLED
     )
 
 
@@ -442,7 +478,7 @@ def failures_panels(results: Results) -> Panels:
         arm: None if found is None else numbers.over_seeds(found["early"] / found["late"])
         for arm, found in moved.items()
     }
-    outside = {arm: numbers.unseen_losses(tables, arm) for arm in SHOWN}
+    outside = {arm: numbers.unseen_bits(tables, arm) for arm in SHOWN}
     domains = dict.fromkeys(domain for found in outside.values() for domain in found)
     return [
         Dots(
@@ -450,7 +486,7 @@ def failures_panels(results: Results) -> Panels:
         ),
         *(
             Dots(
-                f"{domain}: loss minus {DENSE_ACTIVE}",
+                f"{domain}: bits per byte minus {DENSE_ACTIVE}",
                 [(SHOWN[arm], one.get(domain)) for arm, one in outside.items()],
                 0.0,
             )
@@ -498,7 +534,10 @@ CHARTS: dict[str, tuple[Callable[[Results], Panels], str]] = {
     "experts": (experts_panels, f"{MEANS}; grey: chance, or balanced load."),
     "sweep": (sweep_panels, f"{MEANS}; the line is the target, grey is balanced random routing."),
     "stability": (stability_panels, f"{MEANS}; lines: ideal."),
-    "figure-arms-validation-loss-by-step": (variant_curves, "Means over seeds, without the first steps."),
+    "figure-arms-validation-loss-by-step": (
+        variant_curves,
+        "Means over seeds, from a fifth of the steps on.",
+    ),
     "figure-arms-routing-entropy-by-step": (entropy_curves, "Means over seeds and layers, in training."),
     "figure-expert-maps": (map_panels, "Two principal axes; middle layer, first seed."),
     "figure-usage-areas": (

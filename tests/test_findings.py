@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import html
 import importlib.util
+import json
 import re
 import sys
+import tomllib
 from pathlib import Path
 from types import ModuleType
 from xml.etree import ElementTree
@@ -58,7 +60,7 @@ def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
         generator = np.random.default_rng(3)
         method = runs["arm"] == "spectra"
         runs["consistency"] = 0.8 + 0.01 * method + 0.01 * generator.standard_normal(len(runs))
-        runs["tokens_per_second"] = 2e4 * (1 - 0.12 * method + 0.02 * generator.standard_normal(len(runs)))
+        runs.loc[method, "flops_per_token"] *= 2
         runs["unigram_loss"] = 2.5
         write_table("study_runs", runs, run.path / "study_runs.parquet")
         results(name, folder / name / "run").to_parquet(folder / name / "results.parquet")
@@ -112,7 +114,9 @@ def hypotheses_of(page: str) -> dict[str, tuple[str, ...]]:
     for line in html.unescape(page).replace("\u00a0", " ").splitlines():
         if re.match(r"\| H\d", line):
             claim, verdict, evidence = line.strip("| ").split(" | ")
-            number = re.search(r"−?\d\.\d{4} ± \d\.\d{4}|not run", evidence).group()
+            number = re.search(
+                r"−?\d\.\d{4} ± \d\.\d{4}|not run|FLOPs \S+ times(?:, block time \S+ times)?", evidence
+            ).group()
             p = re.search(r"p \(Holm\) ([^;]+);", evidence)
             found[claim[:2]] = (verdict, number, p.group(1) if p else "")
     return found
@@ -229,3 +233,116 @@ def test_a_task_of_lm_eval_and_an_existing_model_are_shown(findings: ModuleType)
     assert "| dense, upcycled: spectra | brackets acc | 0.750 ± 0.000 |" in page
     assert "lm-eval: not run" not in page
     assert re.search(r"SPECTRA vs. Top-2, dense, upcycled \| 0.3000 ± 0.0000 .* too few seeds", page)
+
+
+# --- what limits the claims
+
+
+def test_the_paragraph_on_conditions_is_made_of_the_stored_studies(findings: ModuleType):
+    """Against the study files and tuned.json, which the pages do not read."""
+    studies = DOCS.parent / "studies"
+    tuned = json.loads((studies / "tuned.json").read_text())
+    results = findings.Results.of(findings.read_results())
+    conditions = sys.modules["moescope.lab.results_conditions"]
+    left = {
+        router: {name: tuned["best"][router][name] for name in of}
+        for router, of in tuned["edges_left"].items()
+    }
+    assert conditions.at_edge(results) == left
+    files = [tomllib.loads(file.read_text()) for file in sorted(studies.glob("tuning_*/study.toml"))]
+    arms = {name: arm for file in files for name, arm in file["arms"].items()}
+    counts = [sum(name.startswith(f"{router} ") for name in arms) for router in tuned["best"]]
+    combined = []
+    for router, best in tuned["best"].items():
+        same = [
+            arm
+            for name, arm in arms.items()
+            if name.startswith(f"{router} ")
+            and arm["train"]["learning_rate"] == best["learning_rate"]
+            and best.items() <= {**DEFAULTS.get(router, {}), **arm["train"], **options(arm)}.items()
+        ]
+        combined += [] if same else [router]
+    assert conditions.untrained_combinations(results) == sorted(combined)
+    train = tomllib.loads((studies / "main" / "study.toml").read_text())["base"]["train"]
+    long = pd.read_parquet(studies / "main" / "results.parquet")
+    slopes = -long[long["metric"] == "loss_slope"].groupby("arm")["value"].mean()
+    paragraph = conditions.conditions(results)
+    for words in (
+        f"{train['steps']:,} steps of {train['batch_size'] * train['sequence_length']:,} tokens",
+        f"{slopes.min():.2f} to {slopes.max():.2f} nats",
+        f"{len(files[0]['seeds'])} seeds of {files[0]['base']['train']['steps']} steps",
+        f"{min(counts)} to {max(counts)} values",
+    ):
+        assert words in paragraph
+    for page in PAGES:
+        shown = findings.render(template(page), findings.read_results())
+        assert findings.cell(paragraph) in shown, page
+
+
+DEFAULTS = {"loss_free": {"rate": 0.001}}  # of the routers whose default won
+
+
+def options(arm: dict) -> dict:
+    return arm["model"].get("router_options", {})
+
+
+def test_trainings_without_any_number_are_read_from_the_run(findings: ModuleType, tmp_path: Path):
+    (tmp_path / "main").mkdir()
+    failed, waiting = (("hash", 3),), ("dense",)
+    run = study_run(tmp_path / "main" / "run", router_arms(["top2", "spectra", "hash", "dense"]), 6)
+    runs = run.table("study_runs")
+    long = load(DOCS.parent / "studies" / "run.py").results("main", run.path)
+    lost = (runs["arm"] == "dense") | (runs["arm"] == "hash") & (runs["seed"] == 3)
+    keys = pd.MultiIndex.from_frame(runs.loc[lost, ["arm", "seed"]])
+    long = long[~pd.MultiIndex.from_frame(long[["arm", "seed"]]).isin(keys)]
+    long.to_parquet(tmp_path / "main" / "results.parquet")
+    runs.loc[runs["arm"] == waiting[0], "status"] = "not run"
+    runs.loc[(runs["arm"] == failed[0][0]) & (runs["seed"] == failed[0][1]), "status"] = "failed"
+    write_table("study_runs", runs, run.path / "study_runs.parquet")
+    page = findings.render(template("routers.md"), findings.read_results(tmp_path))
+    assert "18 of 24 trainings" in page
+    rows = {line.split(" | ")[0]: line.strip("| ").split(" | ") for line in page.splitlines() if "|" in line}
+    assert rows["| hash"][-2:] == ["5", "1"]
+    assert rows["| top2"][-2:] == ["6", "0"]
+    assert rows["| hash"][3] == "unfinished: 5 of 6 seeds"
+
+
+def test_the_routers_page_shows_cost_and_corrected_p(findings: ModuleType, store: Path):
+    studies = findings.read_results(store)
+    page = findings.render(template("routers.md"), studies).replace("\u00a0", " ")
+    rows = {line.split(" | ")[0]: line.split(" | ") for line in page.splitlines() if line.startswith("| ")}
+    assert rows["| spectra"][4:6] == ["0.50", "0.09"]  # 2 x 250,000 FLOPs, 90,000 parameters
+    tests = findings.Results.of(studies).tests
+    p = [one.p_value for one in tests.values() if one and one.seeds >= 5 and one.p_value <= 1]
+    dense = next(one for key, one in tests.items() if key == ("routers", "dense"))
+    order = sorted(p)
+    steps = [(len(p) - at) * value for at, value in enumerate(order) if value <= dense.p_value]
+    assert dense.p_adjusted == pytest.approx(min(max(steps), 1.0))
+    assert rows["| dense"][3] == findings.p_text(dense.p_adjusted)
+    losses = studies[1]["study_runs"].query("validation_loss < unigram_loss")
+    losses = losses.pivot(index="seed", columns="arm", values="validation_loss")
+    assert rows["| spectra"][2].startswith(
+        f"{(losses['spectra'] - losses['top2']).mean():.4f}".replace("-", "−")
+    )
+
+
+def test_collapsed_layers_of_all_routers_are_counted(findings: ModuleType):
+    long = pd.read_parquet(DOCS.parent / "studies" / "main" / "results.parquet")
+    runs = long[long["layer"].isna()].pivot_table(index="arm", columns="metric", values="value")
+    page = findings.counts_table(findings.Results.of(findings.read_results()))
+    shown = re.findall(r"([\w\\]+) (\d+)\s+of (\d+)", page)
+    found = {arm.replace("\\", ""): (int(hit), int(of)) for arm, hit, of in shown}
+    wide = long[long["layer"].notna() & (long["domain"] == "")].pivot_table(
+        index=["arm", "seed", "layer"], columns="metric", values="value"
+    )
+    wide = wide.dropna(subset=["min_over_mean"])  # dense models have none
+    limit = 0.5 * (runs["n_experts"] / runs["top_k"] - 1).reindex(wide.index.get_level_values("arm"))
+    bad = (wide["min_over_mean"] < 0.01) | (wide["max_violation"] > limit.to_numpy())
+    expected = bad.groupby("arm").agg(["sum", "size"])
+    assert found == {arm: tuple(row) for arm, row in expected.iterrows()}
+    assert {"hash", "some", "switch_top1", "topk"} <= set(found)
+
+
+def test_the_loss_of_ablations_is_drawn_from_a_fifth_of_the_steps(findings: ModuleType, store: Path):
+    (panel,) = findings.variant_curves(findings.Results.of(findings.read_results(store)))
+    assert min(step for of in panel.series.values() for step, _ in of) == 100  # logged at 0, 50, ..., 300

@@ -11,7 +11,7 @@ import pytest
 from playwright.sync_api import expect
 from scipy import stats
 
-from lab.study_runs import more_arms, router_arms, study_run
+from lab.study_runs import more_arms, router_arms, study_run, write_table
 from moescope.lab.report_results import stability_section, sweep_section
 from moescope.lab.report_study import overlay, study_tables
 from moescope.reporting.page import page_content
@@ -215,10 +215,55 @@ def test_studies_of_separate_runs_make_one_page(run: Run, tmp_path: Path):
     found = tables(main, ablation)
     assert all("not run" not in row for row in found["results_variants"]["rows"])
     assert all("not run" not in row for row in found["results_stability"]["rows"])
-    assert "main (routers), ablation (ablations)" in text_of("results_hypotheses", main, ablation)
+    assert "main (routers; 35 of 35 trainings), ablation (ablations; 40 of 40 trainings)" in text_of(
+        "results_hypotheses", main, ablation
+    )
     verdicts = {row[0][:2]: row[1] for row in found["results_hypotheses"]["rows"]}
     assert list(verdicts) == [f"H{place}" for place in range(1, 8)]
     assert set(verdicts.values()) <= {"confirmed", "refuted", "undecided", "not testable"}
+
+
+def test_an_unfinished_study_has_no_stars_and_table_7_has_only_shared_seeds(tmp_path: Path):
+    full = {**ablation_arms()[0], "name": "spectra", "shift": 0.0}
+    ablation = study_run(tmp_path / "ablation", arms=[full, *ablation_arms()], seeds=8)
+    runs = ablation.table("study_runs")
+    waiting = (runs["seed"] == 7) & (runs["arm"] != "spectra") | (runs["seed"] == 6) & (
+        runs["arm"] == "spectra-GRU"
+    )
+    runs.loc[waiting, "status"] = "not run"
+    write_table("study_runs", runs, ablation.path / "study_runs.parquet")
+    found = tables(ablation)
+    rows = {row[0]: row for row in found["results_significance"]["rows"]}
+    assert rows["SPECTRA-Full vs. -All"][3:5] == ["none", "unfinished: 6 of 8 seeds"]
+    assert rows["SPECTRA-Full vs. -All"][7] == 6
+    losses = runs[runs["seed"] < 6].pivot(index="seed", columns="arm", values="validation_loss")
+    gain = (losses["spectra-All"] - losses["spectra"]).mean()
+    assert rows["SPECTRA-Full vs. -All"][1].startswith(f"{gain:.4f} ± ".replace("-", "−"))
+    assert found["results_hypotheses"]["rows"][4][1] == "unfinished: 6 of 8 seeds"
+    assert all(row[4].endswith("of 12)") for row in found["results_variants"]["rows"])  # 6 seeds, 2 layers
+    assert f"{64 - 8} of 64 trainings" in text_of("results_hypotheses", ablation)
+
+
+def test_table_13_counts_failed_trainings_and_names_collapsed_layers(tmp_path: Path):
+    failed = (("switch_top1", 1), ("switch_top1", 4), ("spectra", 0))
+    run = study_run(tmp_path / "main", arms=main_arms(), seeds=8, failed=failed)
+    layers = run.table("study_layers")
+    hit = (layers["arm"] == "switch_top1") & (layers["metric"] == "min_over_mean")
+    layers.loc[hit & (layers["layer"] == 1), "value"] = 0.0
+    write_table("study_layers", layers, run.path / "study_layers.parquet")
+    rows = {row[0]: row[7:] for row in tables(run)["results_significance"]["rows"]}
+    assert rows["SPECTRA vs. Switch Top-1"] == [5, 3, "6 of 12 layers of switch_top1 collapsed"]
+    assert rows["SPECTRA vs. Switch Top-2"] == [7, 1, ""]
+
+
+def test_figure_3_begins_at_a_fifth_of_the_steps(run: Run):
+    (drawn,) = (
+        spec.draw(frames)
+        for section in page(run.path)
+        for spec, frames in section.figures
+        if spec.name == "arms_validation_loss_by_step"
+    )
+    assert min(min(trace["x"]) for trace in drawn.data) == 100  # logged at 0, 50, ..., 300
 
 
 def test_every_figure_is_drawn_with_its_numbers(run: Run):

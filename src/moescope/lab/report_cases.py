@@ -84,7 +84,8 @@ def failures_section(tables: Tables) -> Section:
 MODES = {
     "Ambiguous context": "documents that switch domain, against the same tokens after another text of "
     "their domain",
-    "Out of distribution": "loss on a domain that was not trained on, minus that of the dense model",
+    "Out of distribution": "bits per byte on a domain that was not trained on, minus those of the dense "
+    "model",
     "Early oscillation": "change of usage between logged steps in the first tenth of training over that in "
     "the last half",
     "Rare experts": "experts below a tenth of the mean load, and the choices they get",
@@ -108,8 +109,8 @@ def failure_modes(tables: Tables, arm: str) -> dict[str, tuple[str, str] | None]
             f"{cell(lost, 3, chance=False)} nats per token; choices kept "
             f"{cell(kept, 1, 100.0, chance=False)} points",
         )
-    if outside := numbers.unseen_losses(tables, arm):
-        words = [f"{name}: {cell(one, 3, chance=False)} nats per token" for name, one in outside.items()]
+    if outside := numbers.unseen_bits(tables, arm):
+        words = [f"{name}: {cell(one, 3, chance=False)} bits per byte" for name, one in outside.items()]
         found[distant] = ("all tokens of " + listed(list(outside)), "; ".join(words))
     moved = numbers.turnover(tables, arm)
     if moved is not None and (ratio := numbers.over_seeds(moved["early"] / moved["late"])):

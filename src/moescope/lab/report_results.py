@@ -34,11 +34,12 @@ from moescope.lab.results import (
     NOT_RUN,
     ROUTERS,
     VARIANTS,
-    Claim,
     Estimate,
     Results,
     finished_arms,
 )
+from moescope.lab.results_claims import Claim, arm_claims, effect_claims, hypotheses
+from moescope.lab.results_conditions import conditions, of_arm, tunings
 from moescope.plotting.style import capital, listed, number
 from moescope.reporting.pack import plain_table
 from moescope.verb import FigureSpec, Payload, Section, Tables
@@ -56,6 +57,10 @@ NO_HARNESS = (
     "Tasks of lm-eval: not run, as no training here was evaluated with them (train --base --tasks); the "
     "data of public tasks come over the network."
 )
+MANY_COLLAPSED = 0.1  # of an arm's layers
+SETTLED = 0.2  # of the steps; the fall of the loss before them hides all differences
+START = "From a fifth of the steps on."
+EFFECTS = "Removing experts"
 TASK = "task:"  # columns of study_runs with results of lm-eval
 FFN = {  # metrics of study_layers
     "ffn_rms": "FFN output, RMS",
@@ -80,7 +85,7 @@ def all_sections(results: Results) -> list[Section]:
         hypotheses_section(results),
         *(arms_section(results, subject) for subject in numbers.ARM_CLAIMS),
         significance_section(results),
-        performance_section(results.main, results.bases),
+        performance_section(results),
         variants_section(results.ablation),
         *figure_sections(results),
         overhead_section(results),
@@ -110,7 +115,7 @@ def claims_table(name: str, title: str, head: str, found: list[Claim]) -> Payloa
         [
             f"{one.name}: {one.claim}" if one.name else one.claim,
             one.verdict,
-            cell(one.number, 4, chance=False),
+            one.counts or cell(one.number, 4, chance=False),
             p_text(one.number.p_adjusted) if one.number else "",
             one.number.seeds if one.number else None,
             one.measure + (f"; {one.why}" if one.why else ""),
@@ -121,31 +126,31 @@ def claims_table(name: str, title: str, head: str, found: list[Claim]) -> Payloa
 
 
 def hypotheses_section(results: Results) -> Section:
-    found = numbers.hypotheses(results)
-    counts = Counter(one.verdict for one in found)
+    found = hypotheses(results)
+    counts = Counter(one.verdict.split(":")[0] for one in found)
     verdicts = [f"{counts[name]} {name}" for name in numbers.VERDICTS if counts[name]]
     text = (
         f"Of seven published hypotheses here: {listed(verdicts)}. Numbers are means over seeds with 95 % "
-        "intervals; no effect: 0. Above 0 favours the hypothesis; H4: below 0.1. "
-        f"{family(results)} Tables of a single study correct within its question.{sources(results)}"
+        "intervals; no effect: 0. Above 0 favours the hypothesis; H4 rests on counts and is not tested. "
+        f"{family(results)} Tables of a single study correct within its question.{sources(results)} "
+        f"{conditions(results)}"
     )
     table = claims_table("results_hypotheses", "6.10 Hypotheses", "hypothesis", found)
-    return section("answers", "Hypotheses", text, table)
+    return section("answers", "Hypotheses", text.strip(), table)
 
 
 def arms_section(results: Results, subject: str) -> Section:
-    text = f"Above 0 favours the claim; no effect: 0. {family(results)}"
-    claims, anchor = numbers.arm_claims(results, subject), subject.split(" ")[0].lower()
+    text = f"{numbers.WHOSE[subject]} Above 0 favours the claim; no effect: 0. {family(results)}"
+    claims, anchor = arm_claims(results, subject), subject.split(" ")[0].lower()
     table = claims_table(f"results_{anchor}", f"Claims: {subject}", "claim", claims)
     return section(anchor, subject, text, table)
 
 
 def effects_section(results: Results) -> Section:
-    text = f"Every expert removed in turn, in evaluation. No relation: 0. {family(results)}"
-    table = claims_table(
-        "results_effects", "Effect of removing experts", "claim", numbers.effect_claims(results)
-    )
-    return section("effects", "Removing experts", text, table)
+    text = "Every expert removed in turn, in evaluation. No relation: 0."
+    text = f"{numbers.WHOSE[EFFECTS]} {text} {family(results)}"
+    table = claims_table("results_effects", "Effect of removing experts", "claim", effect_claims(results))
+    return section("effects", EFFECTS, text, table)
 
 
 def family(results: Results) -> str:
@@ -159,7 +164,7 @@ def family(results: Results) -> str:
 
 
 def sources(results: Results) -> str:
-    """Say which study each part is from, where a page has several."""
+    """Say which study each part is from, and how much of it was carried out."""
     parts = {
         "routers": results.main,
         "ablations": results.ablation,
@@ -169,7 +174,11 @@ def sources(results: Results) -> str:
         "sweep": results.sweep,
         "removed experts": results.effects,
     }
-    named = [f"{numbers.study_name(tables)} ({part})" for part, tables in parts.items() if tables]
+    named = []
+    for part, tables in parts.items():
+        if tables:
+            done, planned = numbers.completed(tables)
+            named.append(f"{numbers.study_name(tables)} ({part}; {done} of {planned} trainings)")
     return f" Studies: {', '.join(named)}." if named else ""
 
 
@@ -183,6 +192,8 @@ def significance_section(results: Results) -> Section:
         ("hedges_g", "Hedges' g", "float"),
         ("gap_closure", "gap closure", "text"),
         ("seeds", "seeds", "int"),
+        ("failed", "failed trainings", "int"),
+        ("note", "note", "sentence"),
     ]
     found = significance_rows(results)
     closure = numbers.gap_closure(results.main, METHOD)
@@ -194,16 +205,18 @@ def significance_section(results: Results) -> Section:
                 title,
                 cell(one, 4, chance=False),
                 p_text(one.p_value) if one else NOT_RUN,
-                p_text(one.p_adjusted) if one else NOT_RUN,
+                (p_text(one.p_adjusted) or "none") if one else NOT_RUN,
                 numbers.stars(one),
                 one.hedges_g if one else None,
                 (cell(closure, 2, chance=False) if closure else gap) if arm == DENSE_ACTIVE else "",
                 one.seeds if one else None,
+                one.failed if one else None,
+                collapse_note(results, arm) if one else "",
             ]
         )
     text = (
         f"Above 0 SPECTRA is better. Paired t tests over seeds. {family(results)} *** p ≤ 0.001, "
-        "** p ≤ 0.01, * p ≤ 0.05. Gap closure: 0 is the dense model of active size, 1 that of total size."
+        f"** p ≤ 0.01, * p ≤ 0.05. {gap_text(results)}"
     )
     why = [no_gap(results.main)] if closure is None else []
     lacking = [title for title, _, one in found if one is None]
@@ -218,10 +231,33 @@ def significance_rows(results: Results) -> list[tuple[str, str, Estimate | None]
     names = {("main", arm): f"SPECTRA vs. {title}" for title, arm in ROUTERS}
     names |= {("ablation", arm): f"SPECTRA-Full vs. {title}" for title, arm, _ in VARIANTS}
     names["main", DENSE_ACTIVE] = "SPECTRA vs. Dense (active size)"
-    names["ablation", EQUAL_FLOPS] = "SPECTRA vs. Top-2 of equal FLOPs"
+    names["ablation", EQUAL_FLOPS] = f"SPECTRA vs. Top-2 of equal FLOPs{more_parameters(results.ablation)}"
     names |= {("bases", base): f"SPECTRA vs. Top-2, {base}" for base in numbers.base_models(results.bases)}
     found = results.tests
     return [(names[key], key[1], one) for key, one in found.items() if key in names]
+
+
+def more_parameters(tables: Tables) -> str:
+    """Say how many times the parameters the baseline of equal FLOPs has, for the title of its row."""
+    wide, method = (numbers.by_seed(tables, arm, "parameters_total").mean() for arm in (EQUAL_FLOPS, METHOD))
+    return f" ({wide / method:.3g} times the parameters)" if wide > 0 and method > 0 else ""
+
+
+def collapse_note(results: Results, arm: str) -> str:
+    """Say that many layers of an arm collapsed: a comparison with it is one with a failed router."""
+    found = numbers.collapse_rate(results.main, arm) or numbers.collapse_rate(results.ablation, arm)
+    if found is None or found.rate < MANY_COLLAPSED:
+        return ""
+    return f"{found.collapsed} of {found.layers} layers of {arm} collapsed"
+
+
+def gap_text(results: Results) -> str:
+    """Define gap closure."""
+    text = "Gap closure: 0 is the dense model of active size, 1 that of total size"
+    active, total = (of_arm(results.main, arm).get("learning_rate") for arm in (DENSE_ACTIVE, DENSE_TOTAL))
+    if total is not None and total == active and DENSE_TOTAL not in tunings(results):
+        text += f", which has the learning rate of the first ({total:g}), not one tuned for it"
+    return f"{text}."
 
 
 def no_gap(tables: Tables) -> str:
@@ -235,12 +271,12 @@ def no_gap(tables: Tables) -> str:
 # --- task performance, variants
 
 
-def performance_section(tables: Tables, bases: Tables) -> Section:
+def performance_section(results: Results) -> Section:
+    tables, bases = results.main, results.bases
     domains = numbers.trained_domains(tables)
     outside = numbers.unseen(tables)
     runs = tables["study_runs"] if tables else pd.DataFrame(columns=["arm", "question"])
-    runs = runs[runs["question"] == "main"] if (runs["question"] == "main").any() else runs
-    arms = [(arm, arm) for arm in dict.fromkeys(runs["arm"])]
+    arms = [(arm, arm) for arm in numbers.compared_arms(tables)]
     gap = "no gap" if no_gap(tables).startswith("No gap") else NOT_RUN
     rows = []
     for title, arm in arms:
@@ -250,28 +286,34 @@ def performance_section(tables: Tables, bases: Tables) -> Section:
         row = [title, arm_cell(tables, arm, overall, 4, chance=False), perplexity(overall)]
         row.append(cell(closure, 2, chance=False) if closure else absent(tables, arm) or gap)
         row.append(arm_cell(tables, arm, numbers.run_value(tables, arm, "loss_slope"), 2))
-        for domain in (*domains, *outside):
+        row += baseline_cells(results, arm)
+        for domain in domains:
             found = numbers.over_seeds(losses[domain]) if domain in losses else None
             row += [arm_cell(tables, arm, found, 3, chance=False), perplexity(found)]
+        bits = numbers.domain_bits(tables, arm)
+        for domain in outside:
+            found = numbers.over_seeds(bits[domain]) if domain in bits else None
+            row.append(arm_cell(tables, arm, found, 3, chance=False))
         rows.append(row)
     if "unigram_loss" in runs and runs["unigram_loss"].notna().any():
         level = Estimate(float(runs["unigram_loss"].mean()), math.nan, 1)
-        blank = [""] * 2 * (len(domains) + len(outside))
-        rows.append(["unigram baseline", cell(level, 4), perplexity(level), "", "", *blank])
+        blank = [""] * (2 * len(domains) + len(outside))
+        rows.append(["unigram baseline", cell(level, 4), perplexity(level), *[""] * 4, *blank])
     heads: Heads = [
         ("arm", "router", "text"),
         ("study_runs.validation_loss", "loss ± 95 %", "text"),
         ("perplexity", "perplexity", "text"),
         ("gap_closure", "gap closure", "text"),
         ("loss_slope", "final slope, per 1,000 steps", "text"),
+        ("difference", f"minus {BASELINE} ± 95 %", "text"),
+        ("study_comparisons.p_adjusted", "p, Holm", "text"),
     ]
-    for domain in (*domains, *outside):
-        name = f"{domain}, not trained on" if domain in outside else domain
-        heads += [("study_documents.loss", name, "text"), ("perplexity", "perplexity", "text")]
+    for domain in domains:
+        heads += [("study_documents.loss", domain, "text"), ("perplexity", "perplexity", "text")]
+    heads += [("bits_per_byte", f"{domain}, not trained on: bits per byte", "text") for domain in outside]
     text = (
         "Validation loss in nats per token and perplexity, means over seeds, overall and by domain. "
-        "Gap closure: 0 is the dense model of active size, 1 that of total size. "
-        f"{reasons(tables, arms)}"
+        f"{gap_text(results)} {reasons(tables, arms)}"
     )
     if tables and numbers.gap_closure(tables, METHOD) is None:
         text += f" {no_gap(tables)}"
@@ -283,6 +325,17 @@ def performance_section(tables: Tables, bases: Tables) -> Section:
         "results_tasks", "6.1 Tasks of lm-eval", heads, tasks or [["all models", "all tasks", NOT_RUN]]
     )
     return section("performance", "Task performance", text.strip(), table, harness)
+
+
+def baseline_cells(results: Results, arm: str) -> list[str]:
+    """Return the arm's loss minus that of the baseline, and its corrected p or why it has none."""
+    if arm == BASELINE:
+        return ["reference", "reference"]
+    found = numbers.above_baseline(results, arm)
+    if found is None:
+        return [absent(results.main, arm) or NOT_RUN] * 2
+    p = "" if found.unfinished else p_text(found.p_adjusted)
+    return [cell(found, 4, chance=False), p or numbers.stars(found)]
 
 
 def task_values(studies: list[Tables]) -> list[tuple[str, str, Estimate]]:
@@ -334,6 +387,9 @@ def variants_section(tables: Tables) -> Section:
         "layers. "
         f"{reasons(tables, [(title, arm) for title, arm, _ in VARIANTS])}"
     )
+    done, planned = numbers.completed(tables)
+    if done < planned:
+        text += f" Unfinished ({done} of {planned} trainings): only seeds that all arms have."
     table = plain_table("results_variants", "Table 7: ablations, expert specialisation", heads, rows)
     return section("variants", "Ablations", text.strip(), table)
 
@@ -348,7 +404,7 @@ def figure_sections(results: Results) -> list[Section]:
     routers = of_question(results.main, "main")
     wanted: list[tuple[str, FigureSpec, Tables, str]] = [
         ("Figure 2: expert maps", EXPERT_MAPS, results.main, f"{BASELINE} and {METHOD}"),
-        ("Figure 3: loss", curves["arms_validation_loss_by_step"], variants, "the ablations"),
+        ("Figure 3: loss", curves["arms_validation_loss_by_step"], settled(variants), "the ablations"),
         ("Figure 4: expert usage", USAGE, results.ablation or results.main, "the ablations"),
         ("Figure 5: routing entropy", curves["arms_routing_entropy_by_step"], routers, "several routers"),
         ("Load before and after the quota", QUOTA, results.main or results.ablation, METHOD),
@@ -357,10 +413,19 @@ def figure_sections(results: Results) -> list[Section]:
     for title, spec, tables, what in wanted:
         drawable = bool(tables) and spec.can_draw(tables)
         figures = [(spec, tables)] if drawable else []
-        text = "" if drawable else f"Not run: no study on this page has finished trainings of {what}."
+        text = START if "loss" in title else ""
+        text = text if drawable else f"Not run: no study on this page has finished trainings of {what}."
         anchor = f"figure-{spec.name.replace('_', '-')}"
         parts.append(Section(f"results-{anchor}", title, text, figures, tab=TAB))
     return parts
+
+
+def settled(tables: Tables) -> Tables:
+    """Return the tables with the curves from a fifth of the steps on."""
+    if "study_curves" not in tables:
+        return tables
+    rows = tables["study_curves"]
+    return {**tables, "study_curves": rows[rows["step"] >= SETTLED * rows["step"].max()]}
 
 
 def of_question(tables: Tables, question: str) -> Tables:

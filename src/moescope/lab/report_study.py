@@ -20,6 +20,7 @@ from moescope.lab.figures_study import (
 )
 from moescope.lab.figures_study_curves import CURVE_FIGURES
 from moescope.lab.report_results import results_sections
+from moescope.lab.results_conditions import settings
 from moescope.lab.tables import TABLES
 from moescope.plotting.style import capital, counted, listed, number
 from moescope.reporting.pack import plain_table, table_payload
@@ -140,7 +141,7 @@ def overlay(runs: list[Run]) -> list[Section]:
 
 
 def described(tables: Tables, run: Run) -> Tables:
-    """Add the study's name, and those of domains that have validation text and no training text."""
+    """Add the study's name, settings, and the domains that have validation text and no training text."""
     folder = run.path.resolve()
     name = folder.parent.name if folder.name == "run" else folder.name
     data = run.info.get("base", {}).get("data", {})
@@ -150,6 +151,7 @@ def described(tables: Tables, run: Run) -> Tables:
         **tables,
         "study_name": pd.DataFrame({"name": [plot_words(name)]}),
         "unseen_domains": pd.DataFrame({"domain": unseen}),
+        "study_settings": settings(run.info),
     }
 
 

@@ -17,7 +17,6 @@ import pandas as pd
 from scipy import stats
 
 from moescope.lab.study_statistics import LEVEL, MIN_SEEDS, ROUNDING, enters_comparisons, hedges_factor, holm
-from moescope.plotting.style import capital
 from moescope.verb import Tables
 
 METHOD, BASELINE = "spectra", "top2"  # arms
@@ -58,20 +57,27 @@ ARM_CLAIMS = {  # subject -> claim, the arm that is better by it, the other
         ("Training the experts helps", "A4 trained experts", "A4"),
     ],
 }
+WHOSE = {  # subject -> who claims it
+    "SPECTRA": "Claims of the routing paper.",
+    "Hash routing": "Our own claims; no paper's.",
+    "SoME": "The claims on the number of experts and on keys are the SoME paper's; the others are our own.",
+    "Removing experts": "Our own claims; no paper's.",
+}
 PAIRS = [(arm, other) for claims in ARM_CLAIMS.values() for _, arm, other in claims]
 LEAST_SHARE, MOST_VIOLATION = 0.01, 0.5  # beyond them a layer has collapsed
 RARE = 0.1  # of the mean load
 SPECIALISED = ("code", "math", "medicine", "science", "headers", "arithmetic")  # domains
-SIMILAR_COST = 0.1  # of the baseline's
+SIMILAR_COST = 1.1  # times that of the baseline
 EARLY = 0.1  # of the steps
 
 CONFIRMED, REFUTED = "confirmed", "refuted"
-UNDECIDED, NOT_TESTABLE = (
-    "undecided",
-    "not testable",
-)  # tested, but not distinguishable; not run, or too few seeds
-VERDICTS = (CONFIRMED, REFUTED, UNDECIDED, NOT_TESTABLE)
+UNDECIDED = "undecided"  # tested, but not distinguishable
+UNFINISHED = "unfinished"  # trainings of the study are still to come
+NOT_TESTABLE = "not testable"  # not run, or too few seeds
+VERDICTS = (CONFIRMED, REFUTED, UNDECIDED, UNFINISHED, NOT_TESTABLE)
 NOT_RUN = "not run"
+SET_ASIDE = "set aside"  # status of a training whose seed other arms of an unfinished study lack
+TUNING = "tuning"  # the names of studies that only choose values begin so
 
 
 @dataclass(frozen=True)
@@ -85,6 +91,8 @@ class Estimate:
     p_value: float = math.nan  # of a mean without effect, two-sided
     p_adjusted: float = math.nan  # by Holm, for all tests of the page
     hedges_g: float = math.nan
+    unfinished: str = ""  # how far the study is, if trainings of it are still to come
+    failed: int = 0  # trainings of the arms that are compared
 
     @property
     def low(self) -> float:
@@ -99,9 +107,7 @@ class Estimate:
         return self.p_adjusted <= LEVEL
 
 
-def over_seeds(
-    values: Iterable[float], chance: float = math.nan, without_effect: float = 0.0
-) -> Estimate | None:
+def over_seeds(values: Iterable[float], chance: float = math.nan) -> Estimate | None:
     """Return mean and t interval of one value per seed; None without any."""
     found = np.asarray([value for value in values if np.isfinite(value)], dtype=float)
     n = len(found)
@@ -109,11 +115,10 @@ def over_seeds(
         return None
     error = found.std(ddof=1) / math.sqrt(n) if n > 1 else math.nan
     half = float(stats.t.ppf(1 - LEVEL / 2, n - 1)) * error if n > 1 else math.nan
-    moved = found - without_effect
-    p = 1.0 if n > 1 and not moved.any() else math.nan
+    p = 1.0 if n > 1 and not found.any() else math.nan
     effect = math.nan
     if n > 1 and error > ROUNDING * np.abs(found).max():
-        statistic = float(moved.mean() / error)
+        statistic = float(found.mean() / error)
         p = 2 * float(stats.t.sf(abs(statistic), n - 1))
         effect = float(hedges_factor(np.array(n - 1))) * statistic * math.sqrt(2 / n)
     return Estimate(float(found.mean()), half, n, chance, p, hedges_g=effect)
@@ -121,6 +126,15 @@ def over_seeds(
 
 Key = tuple[str, ...]  # a hypothesis, or what is compared
 Tests = dict[Key, Estimate | None]
+
+
+@dataclass(frozen=True)
+class Tested:
+    """A number by seed, and the study and arms that it compares."""
+
+    values: pd.Series
+    tables: Tables
+    arms: tuple[str, ...]
 
 
 # --- which study answers what
@@ -138,6 +152,7 @@ class Results:
     sweep: Tables = field(default_factory=dict)
     others: tuple[Tables, ...] = ()  # of claims about pairs of arms
     effects: Tables = field(default_factory=dict)
+    tuning: tuple[Tables, ...] = ()
 
     @classmethod
     def of(cls, studies: Sequence[Tables]) -> Results:
@@ -156,20 +171,27 @@ class Results:
             most(studies, lambda tables: int((finished(tables).get("question") == "sweep").sum())),
             tuple(one for one in studies if one is main or controls & finished_arms(one)),
             most(studies, lambda tables: len(predicted_effects(tables))),
+            tuple(one for one in studies if study_name(one).startswith(TUNING)),
         )
 
     @cached_property
     def tests(self) -> Tests:
         """The estimate of each number that is tested, Holm-corrected together.
 
-        A test on fewer than five seeds claims nothing and is not in the family.
+        A test on fewer than five seeds or of an unfinished study claims nothing and is not in the family.
         """
-        without_effect: dict[Key, float] = {("H4",): SIMILAR_COST}
-        found = {
-            key: over_seeds(values, without_effect=without_effect.get(key, 0.0))
-            for key, values in tested_numbers(self).items()
-        }
-        p = [one.p_value if one and one.seeds >= MIN_SEEDS else math.nan for one in found.values()]
+        found: Tests = {}
+        for key, one in tested_numbers(self).items():
+            estimate = over_seeds(one.values)
+            found[key] = estimate and replace(
+                estimate,
+                unfinished=progress(one.tables, estimate.seeds),
+                failed=sum(failures(one.tables, arm) for arm in one.arms),
+            )
+        p = [
+            one.p_value if one and one.seeds >= MIN_SEEDS and not one.unfinished else math.nan
+            for one in found.values()
+        ]
         adjusted = dict(zip(found, holm(np.array(p)), strict=True))
         return {key: one and replace(one, p_adjusted=float(adjusted[key])) for key, one in found.items()}
 
@@ -180,10 +202,20 @@ def most(studies: Sequence[Tables], count: Callable[[Tables], int]) -> Tables:
 
 
 def counted(tables: Tables) -> Tables:
-    """Return the tables without the rows of trainings that do not count."""
-    trainings = pd.MultiIndex.from_frame(finished(tables)[["arm", "seed"]])
+    """Return the tables without the rows of trainings that do not count.
+
+    Of an unfinished study only the seeds count that all its arms have, as far as there are any.
+    """
+    runs = trainings(tables)
+    if len(runs):
+        begun = runs[runs["arm"].isin(finished_arms(tables))]
+        waiting = runs["seed"].isin(begun.loc[begun["status"] == NOT_RUN, "seed"])
+        if not waiting.all():
+            runs = runs.assign(status=runs["status"].mask(waiting & (runs["status"] == "done"), SET_ASIDE))
+        tables = {**tables, "study_runs": runs}
+    kept = pd.MultiIndex.from_frame(finished(tables)[["arm", "seed"]])
     return {
-        name: frame[pd.MultiIndex.from_frame(frame[["arm", "seed"]]).isin(trainings)]
+        name: frame[pd.MultiIndex.from_frame(frame[["arm", "seed"]]).isin(kept)]
         if name != "study_runs" and {"arm", "seed"} <= set(frame)
         else frame
         for name, frame in tables.items()
@@ -199,14 +231,46 @@ def from_long(results: pd.DataFrame) -> Tables:
     keys = ["arm", "seed", "question", "status"]
     overall, whole = results["layer"].isna(), results["domain"] == ""
     runs = results[overall & whole].pivot(index=keys, columns="metric", values="value").reset_index()
-    domains = results[overall & ~whole & (results["metric"] == "validation_loss")]
-    documents = domains.rename(columns={"value": "loss"}).assign(tokens=1, document=domains["domain"])
+    domains = results[overall & ~whole & results["metric"].isin(["validation_loss", "bits_per_byte"])]
+    documents = domains.pivot(index=["arm", "seed", "domain"], columns="metric", values="value").reset_index()
+    documents = documents.rename(columns={"validation_loss": "loss"}).assign(tokens=1)
+    if "bits_per_byte" in documents:  # bytes per token
+        documents["bytes"] = documents["loss"] / math.log(2) / documents["bits_per_byte"]
     return {
         "study_runs": runs,
         "study_layers": results[~overall],
         "study_documents": documents,
         "study_name": results[["study"]].head(1).rename(columns={"study": "name"}),
     }
+
+
+def completed(tables: Tables) -> tuple[int, int]:
+    """Return how many of the planned trainings were carried out."""
+    status = trainings(tables)["status"]
+    return int((status != NOT_RUN).sum()), len(status)
+
+
+def progress(tables: Tables, seeds: int) -> str:
+    """Say how far an unfinished study is, for a number of that many seeds; empty for a finished study."""
+    done, planned = completed(tables)
+    if done == planned:
+        return ""
+    of_study = trainings(tables)["seed"].nunique()
+    if seeds < of_study:
+        return f"{UNFINISHED}: {seeds} of {of_study} seeds"
+    return f"{UNFINISHED}: {done} of {planned} trainings"
+
+
+def failures(tables: Tables, arm: str) -> int:
+    runs = trainings(tables)
+    return int(((runs["arm"] == arm) & (runs["status"] == "failed")).sum())
+
+
+def compared_arms(tables: Tables) -> list[str]:
+    """Return the arms that are compared as routers."""
+    runs = trainings(tables)
+    main = runs[runs["question"] == "main"]
+    return list(dict.fromkeys((main if len(main) else runs)["arm"]))
 
 
 def finished(tables: Tables) -> pd.DataFrame:
@@ -336,6 +400,18 @@ def domain_losses(tables: Tables, arm: str | None) -> pd.DataFrame:
     return (totals["nats"] / totals["tokens"]).unstack("domain")
 
 
+def domain_bits(tables: Tables, arm: str | None) -> pd.DataFrame:
+    """Return seed by domain: bits per byte. Other than nats per token it does not depend on how many bytes
+    a token has, which a vocabulary learned from other text makes few."""
+    rows = tables.get("study_documents")
+    if rows is None or "bytes" not in rows:
+        return pd.DataFrame()
+    rows = rows[(rows["arm"] == arm) & (rows["bytes"] > 0)]
+    totals = rows.assign(nats=rows["loss"] * rows["tokens"]).groupby(["seed", "domain"])[["nats", "bytes"]]
+    sums = totals.sum()
+    return (sums["nats"] / math.log(2) / sums["bytes"]).astype(float).unstack("domain")
+
+
 def paired(first: pd.Series, second: pd.Series) -> Estimate | None:
     """Return first minus second over the seeds they share."""
     return over_seeds((first - second).dropna())
@@ -344,32 +420,48 @@ def paired(first: pd.Series, second: pd.Series) -> Estimate | None:
 # --- tests
 
 
-def tested_numbers(results: Results) -> dict[Key, pd.Series]:
+def tested_numbers(results: Results) -> dict[Key, Tested]:
     """Return every number that is tested, by seed: the one family of tests."""
+    main, both = results.main, (METHOD, BASELINE)
     routers = [arm for _, arm in ROUTERS if arm != METHOD] + [DENSE_ACTIVE]
     variants = [arm for _, arm, _ in VARIANTS if arm != METHOD] + [EQUAL_FLOPS]
-    found: dict[Key, pd.Series] = {("main", arm): loss_gain(results.main, METHOD, arm) for arm in routers}
-    found |= {("ablation", arm): loss_gain(results.ablation, METHOD, arm) for arm in variants}
+    found: dict[Key, Tested] = {("main", arm): gain(main, METHOD, arm) for arm in routers}
+    others = [arm for arm in compared_arms(main) if arm not in both and (arm, BASELINE) not in PAIRS]
+    found |= {("routers", arm): gain(main, BASELINE, arm) for arm in others}
+    found |= {("ablation", arm): gain(results.ablation, METHOD, arm) for arm in variants}
     found |= {
-        ("bases", base): loss_gain(results.bases, f"{base}: {METHOD}", f"{base}: {BASELINE}")
+        ("bases", base): gain(results.bases, f"{base}: {METHOD}", f"{base}: {BASELINE}")
         for base in base_models(results.bases)
     }
-    consistency = (by_seed(results.main, arm, "consistency") for arm in (METHOD, BASELINE))
+    consistency = (by_seed(main, arm, "consistency") for arm in both)
+    sizes = tuple(dict.fromkeys(trainings(results.sizes)["arm"]))
     found |= {
-        ("H2",): layer_difference(results.main, "output_orthogonality"),
-        ("H3",): next(consistency) - next(consistency),
-        ("H4",): longer_training(results.main),
-        ("H6",): size_slopes(results.sizes),
-        ("H7",): domain_contrast(results.main),
+        ("H2",): Tested(layer_difference(main, "output_orthogonality"), main, both),
+        ("H3",): Tested(next(consistency) - next(consistency), main, both),
+        ("H6",): Tested(size_slopes(results.sizes), results.sizes, sizes),
+        ("H7",): Tested(domain_contrast(main), main, both),
     }
     for tables in results.others:
         name = study_name(tables)
-        found |= {(name, arm, other): loss_gain(tables, arm, other) for arm, other in PAIRS}
+        found |= {(name, arm, other): gain(tables, arm, other) for arm, other in PAIRS}
     found |= {
-        ("effect", arm, metric): layer_means(results.effects, arm, metric)
+        ("effect", arm, metric): Tested(layer_means(results.effects, arm, metric), results.effects, (arm,))
         for arm, metric in predicted_effects(results.effects)
     }
     return found
+
+
+def gain(tables: Tables, arm: str, other: str) -> Tested:
+    return Tested(loss_gain(tables, arm, other), tables, (arm, other))
+
+
+def above_baseline(results: Results, arm: str) -> Estimate | None:
+    """Return the arm's loss minus that of the baseline, as it was tested."""
+    if ("routers", arm) in results.tests:
+        return results.tests["routers", arm]
+    key = ("main", BASELINE) if arm == METHOD else (study_name(results.main), arm, BASELINE)
+    found = results.tests.get(key)
+    return found and replace(found, mean=-found.mean, hedges_g=-found.hedges_g)
 
 
 def base_models(tables: Tables) -> dict[str, list[str]]:
@@ -398,6 +490,8 @@ def stars(found: Estimate | None) -> str:
     """Return yes with its stars, no, or why nothing is claimed."""
     if found is None:
         return NOT_RUN
+    if found.unfinished:
+        return found.unfinished
     if found.seeds < MIN_SEEDS:
         return "too few seeds"
     if not math.isfinite(found.p_adjusted):
@@ -493,160 +587,20 @@ def unseen(tables: Tables) -> list[str]:
     return list(tables["unseen_domains"]["domain"]) if "unseen_domains" in tables else []
 
 
-def unseen_losses(tables: Tables, arm: str) -> dict[str, Estimate]:
-    """Return the arm's loss on each unseen domain minus that of the dense model, under the same seeds."""
-    losses, dense = domain_losses(tables, arm), domain_losses(tables, DENSE_ACTIVE)
-    both = [name for name in unseen(tables) if name in losses and name in dense]
-    found = {name: paired(losses[name], dense[name]) for name in both}
+def unseen_bits(tables: Tables, arm: str) -> dict[str, Estimate]:
+    """Return the arm's bits per byte on each unseen domain minus those of the dense model, by seed."""
+    bits, dense = domain_bits(tables, arm), domain_bits(tables, DENSE_ACTIVE)
+    both = [name for name in unseen(tables) if name in bits and name in dense]
+    found = {name: paired(bits[name], dense[name]) for name in both}
     return {name: one for name, one in found.items() if one}
 
 
-# --- claims
-
-
-@dataclass(frozen=True)
-class Claim:
-    """A published claim, its verdict and the number that decides it."""
-
-    name: str
-    claim: str
-    measure: str  # what the number is
-    number: Estimate | None
-    why: str = ""
-    verdict: str = NOT_TESTABLE
-
-
-def hypotheses(results: Results) -> list[Claim]:
-    """Return H1 to H7."""
-    found, both = results.tests, missing(METHOD, BASELINE)
-    return [
-        judge(
-            "H1",
-            "SPECTRA predicts better than Switch routing",
-            "loss of Switch Top-2 minus SPECTRA (nats per token)",
-            found["main", BASELINE],
-            both,
-        ),
-        judge(
-            "H2",
-            "Experts of SPECTRA are more distinct",
-            "orthogonality of expert outputs, SPECTRA minus Switch Top-2 (overlap is nearly fixed by k)",
-            found["H2",],
-            both,
-        ),
-        judge(
-            "H3",
-            "SPECTRA routes more consistently",
-            "routing consistency between checkpoints, SPECTRA minus Switch Top-2",
-            found["H3",],
-            both + ", with several checkpoints",
-        ),
-        judge(
-            "H4",
-            "SPECTRA costs about as much as Switch routing",
-            "time of training per token over that of Switch Top-2, minus one (similar: at most a tenth; p is "
-            f"that of a tenth{more_flops(results.main)})",
-            found["H4",],
-            both,
-            most_similar=SIMILAR_COST,
-        ),
-        components(results, found),
-        judge(
-            "H6",
-            "The gain grows with the model",
-            "change of the gain over Switch Top-2 per doubling of active parameters (nats; lab sizes only)",
-            found["H6",],
-            "needs both routers at two sizes or more",
-        ),
-        judge(
-            "H7",
-            "The gain is larger in specialised domains",
-            "gain over Switch Top-2 in specialised minus other domains (nats per token)",
-            found["H7",],
-            f"needs both routers and domains of both kinds; specialised are {', '.join(SPECIALISED)}",
-        ),
-    ]
-
-
-def arm_claims(results: Results, subject: str) -> list[Claim]:
-    """Return the claims on pairs of arms, of each study that has them."""
-    found, claims = results.tests, []
-    for claim, arm, other in ARM_CLAIMS[subject]:
-        compared = [name for name in map(study_name, results.others) if found[name, arm, other]]
-        measure = f"loss of {other} minus {arm} (nats per token)"
-        claims += [
-            judge(name, claim, measure, found.get((name, arm, other)), missing(arm, other))
-            for name in compared or [""]
-        ]
-    return claims
-
-
-def effect_claims(results: Results) -> list[Claim]:
-    """Return the claims on what predicts the effect of removing an expert, per router and predictor."""
-    found, claims = results.tests, []
-    measure = "rank correlation with the effect within layers, mean over layers (experts permuted: zero)"
-    needs = "needs a study that removes every expert"
-    for arm, metric in predicted_effects(results.effects) or [("", name) for name in PREDICTORS]:
-        predictor, given, _ = metric.removeprefix(EFFECT).partition(GIVEN_LOAD)
-        claim = f"{capital(predictor)} predicts the effect of removing an expert"
-        claim += ", beyond what load predicts" if given else ""
-        claims.append(judge(arm, claim, measure, found.get(("effect", arm, metric)), needs))
-    return claims
-
-
-def judge(
-    name: str, claim: str, measure: str, found: Estimate | None, needs: str, most_similar: float | None = None
-) -> Claim:
-    """Confirm or refute by the sign of a number whose Holm-corrected p is at most 0.05, from five seeds."""
-    if found is None:
-        return Claim(name, claim, measure, None, needs)
-    if found.seeds < MIN_SEEDS:
-        return Claim(name, claim, measure, found, "too few seeds to claim anything")
-    if not found.significant:
-        fits = f"{found.low:.3f} to {found.high:.3f} fits the data".replace("-", "−")
-        return Claim(name, claim, measure, found, fits, UNDECIDED)
-    favoured = found.mean > 0 if most_similar is None else found.mean < most_similar
-    return Claim(name, claim, measure, found, "", CONFIRMED if favoured else REFUTED)
-
-
-def missing(*arms: str) -> str:
-    return f"needs finished trainings of {' and '.join(arms)}"
-
-
-def components(results: Results, found: Tests) -> Claim:
-    """Each component that the hypothesis names: its removal makes the loss worse."""
-    named = {title: found["ablation", arm] for title, arm, component in VARIANTS if component}
-    measure = "smallest gain of a component: loss without it minus loss with it (nats per token)"
-    claim = "Each component lowers the loss"
-    known = {title: one for title, one in named.items() if one}
-    if len(known) < len(named):
-        lacking = ", ".join(title for title in named if title not in known)
-        return Claim("H5", claim, measure, None, f"not run: {lacking}")
-    title, smallest = min(known.items(), key=lambda pair: pair[1].mean)
-    worse = sum(one.mean > 0 and one.significant for one in known.values())
-    why = f"{worse} of {len(known)} removals make it worse; smallest gain: {title}"
-    if any(one.seeds < MIN_SEEDS for one in known.values()):
-        return Claim("H5", claim, measure, smallest, f"{why}; too few seeds to claim anything")
-    if any(one.mean < 0 and one.significant for one in known.values()):
-        return Claim("H5", claim, measure, smallest, why, REFUTED)
-    verdict = CONFIRMED if worse == len(known) else UNDECIDED
-    return Claim("H5", claim, measure, smallest, why, verdict)
+# --- numbers that are tested
 
 
 def layer_difference(tables: Tables, metric: str) -> pd.Series:
     """Return the method's mean over layers minus the baseline's, by seed."""
     return layer_means(tables, METHOD, metric) - layer_means(tables, BASELINE, metric)
-
-
-def longer_training(tables: Tables) -> pd.Series:
-    """Return the time per token over that of the baseline, minus 1, by seed."""
-    speeds = (by_seed(tables, arm, "tokens_per_second") for arm in (BASELINE, METHOD))
-    return next(speeds) / next(speeds) - 1
-
-
-def more_flops(tables: Tables) -> str:
-    method, baseline = (by_seed(tables, arm, "flops_per_token").mean() for arm in (METHOD, BASELINE))
-    return f"; FLOPs per token: {method / baseline:.3g} times" if baseline > 0 < method else ""
 
 
 def block_milliseconds(tables: Tables, router: str) -> float | None:

@@ -1,0 +1,142 @@
+"""How long the trainings of a study were, and how their options were chosen: what limits its claims."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import pandas as pd
+
+from moescope.lab.results import Results, by_seed, compared_arms, trainings
+from moescope.plotting.style import counted, listed
+from moescope.reporting.untrusted import plot_words
+from moescope.verb import Tables
+
+RATE = "learning_rate"
+
+
+def settings(info: dict[str, Any]) -> pd.DataFrame:
+    """Return arm, name, value of steps, tokens per step, learning rate and options of the router."""
+    rows = []
+    base = info.get("base", {})
+    for arm in info.get("arms", []):
+        over = arm["overrides"]
+        train = {**base.get("train", {}), **over.get("train", {})}
+        model = {**base.get("model", {}), **over.get("model", {})}
+        shape = [train.get(name, 1) for name in ("batch_size", "micro_batches", "sequence_length")]
+        values = {name: train.get(name) for name in ("steps", RATE)} | (model.get("router_options") or {})
+        values["tokens_per_step"] = shape[0] * shape[1] * shape[2]
+        rows += [
+            {"arm": plot_words(arm["name"]), "name": name, "value": float(value)}
+            for name, value in values.items()
+            if isinstance(value, int | float) and not isinstance(value, bool)
+        ]
+    return pd.DataFrame(rows, columns=["arm", "name", "value"])
+
+
+def setting(tables: Tables, arm: str, name: str) -> float | None:
+    return of_arm(tables, arm).get(name)
+
+
+def of_arm(tables: Tables, arm: str) -> dict[str, float]:
+    rows = tables.get("study_settings", pd.DataFrame(columns=["arm", "name", "value"]))
+    rows = rows[rows["arm"] == arm]
+    return dict(zip(rows["name"], rows["value"], strict=True))
+
+
+@dataclass
+class Tuning:
+    """What was tried for one router: option -> values, and each training's settings."""
+
+    tried: dict[str, set[float]] = field(default_factory=dict)
+    trained: list[dict[str, float]] = field(default_factory=list)
+
+    @property
+    def values(self) -> int:
+        return sum(map(len, self.tried.values()))
+
+
+def tunings(results: Results) -> dict[str, Tuning]:
+    """Return router -> what was tried; arms of a tuning are named "ROUTER OPTION=VALUE"."""
+    found: dict[str, Tuning] = {}
+    for tables in results.tuning:
+        for arm in dict.fromkeys(trainings(tables)["arm"]):
+            router, _, change = str(arm).partition(" ")
+            option, _, value = change.partition("=")
+            of_router = found.setdefault(router, Tuning())
+            of_router.tried.setdefault(option, set()).add(float(value))
+            of_router.trained.append(of_arm(tables, arm))
+    return found
+
+
+def at_edge(results: Results) -> dict[str, dict[str, float]]:
+    """Return router -> option -> value of the main study that is the least or greatest that was tried."""
+    found: dict[str, dict[str, float]] = {}
+    for router, tuning in tunings(results).items():
+        chosen = of_arm(results.main, router)
+        for option, values in tuning.tried.items():
+            value = chosen.get(option)
+            if value is not None and (value <= min(values) or value >= max(values)):
+                found.setdefault(router, {})[option] = value
+    return found
+
+
+def untrained_combinations(results: Results) -> list[str]:
+    """Return the routers whose chosen values were never trained together in the tuning.
+
+    A chosen value that the tuning never set is the default, which the other trainings had.
+    """
+    found = []
+    for router, tuning in tunings(results).items():
+        chosen = of_arm(results.main, router)
+        picked = {name: chosen[name] for name, values in tuning.tried.items() if chosen.get(name) in values}
+        if not any(picked.items() <= one.items() for one in tuning.trained):
+            found.append(router)
+    return sorted(found)
+
+
+def conditions(results: Results) -> str:
+    """Return one paragraph on the length of trainings and on tuning; empty if nothing is known."""
+    return " ".join(part for part in (length(results.main), tuned(results)) if part)
+
+
+def length(tables: Tables) -> str:
+    arms = compared_arms(tables)
+    lengths = {(setting(tables, arm, "steps"), setting(tables, arm, "tokens_per_step")) for arm in arms}
+    lengths = {one for one in lengths if None not in one}
+    if not lengths:
+        return ""
+    words = listed([f"{steps:,.0f} steps of {tokens:,.0f} tokens" for steps, tokens in sorted(lengths)])
+    text = f"Each training has {words}"
+    slopes = [float(-by_seed(tables, arm, "loss_slope").mean()) for arm in arms]
+    slopes = sorted(slope for slope in slopes if slope == slope)
+    if slopes and slopes[0] > 0:
+        text += (
+            f". At their end losses still fall by {slopes[0]:.2f} to {slopes[-1]:.2f} nats per 1,000 steps, "
+            "so these are short trainings, and the order of routers may change in longer ones"
+        )
+    return f"{text}."
+
+
+def tuned(results: Results) -> str:
+    found = tunings(results)
+    if not found:
+        return ""
+    seeds = sorted({int(trainings(one)["seed"].nunique()) for one in results.tuning})
+    steps = sorted({one["steps"] for of in found.values() for one in of.trained if "steps" in one})
+    values = sorted(of.values for of in found.values())
+    text = (
+        f"Learning rates and one option per router were tuned with {counted(seeds[-1], 'seed')}"
+        + (f" of {steps[-1]:,.0f} steps" if steps else "")
+        + f" per value, {values[0]} to {values[-1]} values per router (more where an edge of its grid won), "
+        "one factor at a time"
+    )
+    combined = untrained_combinations(results)
+    if combined:
+        text += f"; the chosen values of {listed(combined)} were not trained together in the tuning"
+    edges = [
+        f"{router} {name} {value:g}" for router, of in at_edge(results).items() for name, value in of.items()
+    ]
+    if edges:
+        text += f". Still at the edge of what was tried: {listed(sorted(edges))}"
+    return f"{text}."
