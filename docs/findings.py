@@ -234,7 +234,7 @@ def pairs_panels(results: Results, subject: str) -> Panels:
 
 
 def significance_panels(results: Results) -> Panels:
-    rows = [(title.split("vs. ")[1], one) for title, _, one in significance_rows(results)]
+    rows = [(title.split("vs. ")[1].split(" (")[0], one) for title, _, one in significance_rows(results)]
     closure = [(arm, numbers.gap_closure(results.main, arm)) for _, arm in ROUTERS]
     return [
         Dots("Loss minus SPECTRA (nats per token)", rows, 0.0),
