@@ -256,6 +256,17 @@ def test_table_13_counts_failed_trainings_and_names_collapsed_layers(tmp_path: P
     assert rows["SPECTRA vs. Switch Top-2"] == [7, 1, ""]
 
 
+def test_a_baseline_of_equal_flops_is_named_with_its_parameters(tmp_path: Path):
+    wide = {**main_arms()[0], "name": "top2_flops"}
+    full = {**ablation_arms()[0], "name": "spectra", "shift": 0.0}
+    run = study_run(tmp_path / "ablation", arms=[full, *ablation_arms(), wide])
+    runs = run.table("study_runs")
+    runs.loc[runs["arm"] == "top2_flops", "parameters_total"] = 378_000  # spectra: 200,000
+    write_table("study_runs", runs, run.path / "study_runs.parquet")
+    titles = [row[0] for row in tables(run)["results_significance"]["rows"]]
+    assert "SPECTRA vs. Top-2 of equal FLOPs (1.89 times the parameters)" in titles
+
+
 def test_figure_3_begins_at_a_fifth_of_the_steps(run: Run):
     (drawn,) = (
         spec.draw(frames)

@@ -378,6 +378,19 @@ def test_an_arm_with_failed_trainings_confirms_nothing(sign: int, verdict: str):
     assert verdicts(found)["H1"] == verdict
 
 
+def test_an_undecided_claim_gives_its_interval_as_uncorrected():
+    losses = losses_of_five_seeds()
+    losses["spectra"] = [2.47, 2.40, 2.55, 2.54, 2.46]  # significant alone, not among five tests
+    losses["expert_choice"] = [2.50, 2.38, 2.60, 2.50, 2.50]
+    tables = study(losses)
+    found = Results.of([tables])
+    h1 = hypotheses(found)[0]
+    low, high = stats.ttest_rel(losses["top2"], losses["spectra"]).confidence_interval()
+    assert low > 0
+    assert h1.verdict == "undecided"
+    assert h1.why == f"95 % interval {low:.3f} to {high:.3f} (not corrected)"
+
+
 def test_values_of_all_routers_stand_beside_h2_and_h3():
     consistency = {"top2": [0.7, 0.72, 0.69, 0.71, 0.7], "spectra": [0.74, 0.73, 0.75, 0.74, 0.73]}
     consistency["expert_choice"] = [0.81, 0.83, 0.82, 0.84, 0.80]
