@@ -267,6 +267,13 @@ def test_a_baseline_of_equal_flops_is_named_with_its_parameters(tmp_path: Path):
     assert "SPECTRA vs. Top-2 of equal FLOPs (1.89 times the parameters)" in titles
 
 
+def test_a_study_of_another_kind_may_be_called_tuning(tmp_path: Path):
+    named = {**main_arms()[0], "name": "top2 act=gelu"}
+    run = study_run(tmp_path / "tuning", arms=[*main_arms(), named])
+    assert "Each training has 300 steps of 2,048 tokens" in text_of("results_hypotheses", run)
+    assert "were tuned" not in text_of("results_hypotheses", run)
+
+
 def test_figure_3_begins_at_a_fifth_of_the_steps(run: Run):
     (drawn,) = (
         spec.draw(frames)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,7 +21,7 @@ def settings(info: dict[str, Any]) -> pd.DataFrame:
     rows = []
     base = info.get("base", {})
     for arm in info.get("arms", []):
-        over = arm["overrides"]
+        over = arm.get("overrides", {})
         train = {**base.get("train", {}), **over.get("train", {})}
         model = {**base.get("model", {}), **over.get("model", {})}
         shape = [train.get(name, 1) for name in ("batch_size", "micro_batches", "sequence_length")]
@@ -63,10 +64,19 @@ def tunings(results: Results) -> dict[str, Tuning]:
         for arm in dict.fromkeys(trainings(tables)["arm"]):
             router, _, change = str(arm).partition(" ")
             option, _, value = change.partition("=")
+            if not is_number(value):
+                continue  # an arm that varies no number
             of_router = found.setdefault(router, Tuning())
             of_router.tried.setdefault(option, set()).add(float(value))
             of_router.trained.append(of_arm(tables, arm))
     return found
+
+
+def is_number(text: str) -> bool:
+    try:
+        return math.isfinite(float(text))
+    except ValueError:
+        return False
 
 
 def at_edge(results: Results) -> dict[str, dict[str, float]]:
@@ -103,7 +113,7 @@ def conditions(results: Results) -> str:
 def length(tables: Tables) -> str:
     arms = compared_arms(tables)
     lengths = {(setting(tables, arm, "steps"), setting(tables, arm, "tokens_per_step")) for arm in arms}
-    lengths = {one for one in lengths if None not in one}
+    lengths = {one for one in lengths if all(one)}  # a training by epochs has 0 steps
     if not lengths:
         return ""
     words = listed([f"{steps:,.0f} steps of {tokens:,.0f} tokens" for steps, tokens in sorted(lengths)])
