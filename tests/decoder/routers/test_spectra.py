@@ -406,8 +406,8 @@ def test_the_text_teaches_every_part():
 @pytest.mark.filterwarnings("ignore")  # the compiler's own
 def test_layers_and_steps_of_a_compiled_model_share_two_functions_without_a_break(monkeypatch):
     counter = CompileCounter()
-    whole = cache(lambda function: torch.compile(function, backend=counter, fullgraph=True))
-    monkeypatch.setattr(contract, "compiled", whole)
+    whole = cache(lambda function: torch.compile(function, backend=counter, fullgraph=True, dynamic=False))
+    monkeypatch.setattr(contract, "compiled_function", whole)
     torch._dynamo.reset()
     losses = []
     for compiles in (False, True):
