@@ -8,11 +8,13 @@ import shutil
 import subprocess
 import sys
 import tomllib
+from importlib import metadata
 from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 import yaml
+from packaging.specifiers import SpecifierSet
 
 import moescope
 
@@ -86,3 +88,19 @@ def test_the_wheel_of_the_source_distribution_runs_the_demo_without_the_reposito
     assert (tmp_path / "runs" / "demo" / "report.html").stat().st_size > 100_000
     assert "report.html" in printed
     assert find_spec("moescope").origin.startswith(str(ROOT))  # this process still tests the source tree
+
+
+def test_every_pinned_version_installs_on_the_oldest_python_that_the_package_claims():
+    """Pins with a marker are for some Pythons; of all others the installed ones are asked."""
+    oldest = PROJECT["requires-python"].removeprefix(">=")
+    lines = (ROOT / "constraints.txt").read_text().splitlines()
+    pins = dict(line.split("==") for line in lines if "==" in line and ";" not in line)
+    asked = 0
+    for found in metadata.distributions():
+        wanted = found.metadata["Requires-Python"]
+        name = found.metadata["Name"].lower().replace("_", "-")
+        if wanted and pins.get(name) == found.version:
+            asked += 1
+            assert SpecifierSet(wanted).contains(f"{oldest}.0"), (name, found.version, wanted)
+    if asked < 50:
+        pytest.skip("not the pinned environment")

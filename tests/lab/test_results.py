@@ -12,6 +12,7 @@ from scipy import stats
 from moescope.lab import results
 from moescope.lab.results import Results
 from moescope.lab.results_claims import arm_claims, effect_claims, hypotheses
+from moescope.lab.results_conditions import settings
 from moescope.lab.study_statistics import compare, holm
 
 SEEDS = range(5)
@@ -551,3 +552,9 @@ def test_rare_experts_by_hand():
     tables["study_loads"] = frame.assign(domain="code")
     experts, choices = results.rare_experts(tables, "spectra")
     assert (experts.mean, choices.mean) == (0.2, 1 / 400)
+
+
+def test_micro_batches_share_the_rows_of_a_step():
+    train = {"steps": 10, "batch_size": 32, "micro_batches": 4, "sequence_length": 256, "learning_rate": 0.1}
+    found = settings({"base": {"train": train}, "arms": [{"name": "top2", "overrides": {}}]})
+    assert found.set_index("name")["value"].to_dict()["tokens_per_step"] == 8192

@@ -177,8 +177,8 @@ def cost(results: Results) -> Claim:
     """
     claim = "SPECTRA costs about as much as Switch routing"
     measure = (
-        "FLOPs per token (counted) and time of one block alone on the device, each over that of Switch "
-        "Top-2 (similar: at most a tenth more); no test"
+        "FLOPs per token (counted) and time of one block alone on the device, not compiled, each over that "
+        "of Switch Top-2 (similar: at most a tenth more); no test"
     )
     flops, baseline = (by_seed(results.main, arm, "flops_per_token").mean() for arm in (METHOD, BASELINE))
     if not (flops > 0 and baseline > 0):

@@ -24,9 +24,8 @@ def settings(info: dict[str, Any]) -> pd.DataFrame:
         over = arm.get("overrides", {})
         train = {**base.get("train", {}), **over.get("train", {})}
         model = {**base.get("model", {}), **over.get("model", {})}
-        shape = [train.get(name, 1) for name in ("batch_size", "micro_batches", "sequence_length")]
         values = {name: train.get(name) for name in ("steps", RATE)} | (model.get("router_options") or {})
-        values["tokens_per_step"] = shape[0] * shape[1] * shape[2]
+        values["tokens_per_step"] = train.get("batch_size", 1) * train.get("sequence_length", 1)
         rows += [
             {"arm": plot_words(arm["name"]), "name": name, "value": float(value)}
             for name, value in values.items()
