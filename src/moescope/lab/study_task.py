@@ -36,6 +36,7 @@ LOAD = {
     "unused_share": "unused",
     "dropped_share": "dropped",
 }
+MOST_COMPILED = 4096  # versions of a function: a process trains many arms
 CURVES = ("load_cv", "routing_entropy", "unused_share")  # with the chance levels that the Monitor states
 
 
@@ -94,7 +95,9 @@ def run_task(device: str, task: TrainingTask, tick: Callable[[], None]) -> TaskR
         torch.cuda.init()  # type: ignore[no-untyped-call] # a process without a GPU context has nothing to reset
         torch.cuda.reset_peak_memory_stats()
     if task.config.train.compile:
-        torch._dynamo.reset()  # else, after eight sizes and options, this training would not be compiled
+        # by default a function is no longer compiled after eight sizes and sets of options
+        limits = torch._dynamo.config
+        limits.recompile_limit = limits.accumulated_recompile_limit = MOST_COMPILED
     row = {**task.keys, "question": task.question, **costs(task.config), **routing_size(task.config)}
     try:
         # Alerts are in each training's table; printed, they would not name their training.
