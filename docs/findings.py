@@ -256,10 +256,8 @@ def performance_panels(results: Results) -> Panels:
     bits = {arm: numbers.domain_bits(tables, arm) for arm in arms}
     for domain in outside:
         panels.append(Dots(f"{domain}, not trained on: bits per byte", domain_rows(bits, domain)))
-    tasks: dict[str, list[tuple[str, Estimate | None]]] = {}
-    for arm, task, found in task_values([tables, results.bases]):
-        tasks.setdefault(task, []).append((arm, found))
-    return [*panels, *(Dots(task, rows) for task, rows in tasks.items())]
+    tasks = task_values(results.tasks)
+    return [*panels, *(Dots(task, list(of_arms.items())) for task, of_arms in tasks.items())]
 
 
 def domain_rows(values: dict[str, pd.DataFrame], domain: str) -> list[tuple[str, Estimate | None]]:

@@ -20,6 +20,8 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from continuations import write_tasks
+
 from moescope.lab.corpus import code, place
 
 SIDES = {"test": 0.1, "tune": 0.2, "train": 1.0}  # upper ends of the intervals that hold an article's hash
@@ -158,14 +160,17 @@ def main() -> None:
     given = parser.parse_args()
     print("| domain | training documents | MB | tune | test | 8-grams seen, by document | as used |")
     print("|---|---|---|---|---|---|---|")
+    held_out = {}
     for domain, (plain, used) in all_texts(given.folder).items():
         split = sides(used)
+        held_out[domain] = split["test"]
         for side, texts in split.items():
             write(given.out / side / f"{domain}.jsonl.gz", texts)
         size = sum(len(text.encode()) for text in split["train"]) / 1e6
         seen = f"{share_seen(sides(plain)):.1%} | {share_seen(split):.1%}"
         numbers = f"{len(split['train']):,} | {size:.2f} | {len(split['tune'])} | {len(split['test'])}"
         print(f"| {domain} | {numbers} | {seen} |", flush=True)
+    write_tasks(given.out / "tasks", held_out)
     unseen = sides([Text(text, text) for text in documents(given.folder, UNSEEN)])
     write(given.out / "unseen" / f"{UNSEEN}.jsonl.gz", unseen["test"])
     stories = sorted(set(documents(given.folder, UNSEEN)), key=place)  # what the studies of SoME train on

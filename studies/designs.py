@@ -24,9 +24,10 @@ RATES = (1e-3, 2e-3, 4e-3)
 MORE_RATES = (5e-4, 8e-3)  # for routers without an option, so that all have equal budgets
 TUNING_SEEDS = [100, 101]  # of no other study
 TUNING_STEPS = 300
-UNTUNED_STEPS = 700
+CAUSAL_STEPS = 700
 STEPS = 1000  # of 8,192 tokens
 SWEEP_STEPS = 500
+TASK_STEPS = 800  # of 2,048 tokens
 BASE_STEPS, EXISTING_STEPS = 400, 120  # of a base, and of its routers and experts
 EXISTING_BYTES = 5_000_000
 SOME_STEPS = 1248  # 4 epochs of 10,000 rows
@@ -160,11 +161,6 @@ def tuning_edge(rates: dict[str, float], edges: dict[str, dict[str, list[float]]
     return study(next(iter(arms)), TUNING_SEEDS, arms, base("tune", TUNING_STEPS))
 
 
-def untuned() -> Design:
-    """All routers with their default options and one learning rate: what tuning is compared with."""
-    return study("top2", 5, {router: arm(router, {}) for router in ROUTERS}, base(steps=UNTUNED_STEPS))
-
-
 def main_study(tuned: Design) -> Design:
     arms = {router: arm(router, tuned) for router in ROUTERS}
     arms["dense_total"] = arm(
@@ -261,7 +257,17 @@ def scaling_size(tuned: Design) -> Design:
 def causal(tuned: Design) -> Design:
     """Trainings whose experts are then removed one by one (causal.py)."""
     arms = {router: arm(router, tuned) for router in ("top2", "topk", "spectra")}
-    return study("top2", 5, arms, base(steps=UNTUNED_STEPS))
+    return study("top2", 5, arms, base(steps=CAUSAL_STEPS))
+
+
+def tasks() -> Design:
+    """Routers on tasks of lm-eval, small enough to train on two cores."""
+    both = {"learning_rate": 2 * RATE}  # not tuned at this size
+    arms = {router: arm(router, {router: both}) for router in ("dense", "hash", "top2", "spectra")}
+    shared = base(steps=TASK_STEPS)
+    shared["model"] |= {"vocabulary": 2048, "d_model": 64, "layers": 4, "d_ff": 128, "experts": 8}
+    shared["train"] |= {"batch_size": 16, "sequence_length": 128, "dtype": "float32", "compile": False}
+    return {**study("top2", 5, arms, shared), "tasks": f"{TEXT}/tasks"}
 
 
 def existing(tuned: Design) -> Design:
@@ -343,7 +349,6 @@ def designs(tuned: Design) -> dict[str, Design]:
         "tuning_rate": tuning_rate(),
         "tuning_option": tuning_option(tuned.get("rates", {}), tuned.get("more", {})),
         "tuning_edge": tuning_edge(tuned.get("rates", {}), edges),
-        "untuned": untuned(),
         "main": main_study(tuned.get("best", {})),
         "controls": controls(tuned.get("best", {})),
         "ablation": ablation(tuned.get("best", {})),
@@ -351,6 +356,7 @@ def designs(tuned: Design) -> dict[str, Design]:
         "scaling_experts": scaling_experts(tuned.get("best", {})),
         "scaling_size": scaling_size(tuned.get("best", {})),
         "causal": causal(tuned.get("best", {})),
+        "tasks": tasks(),
         "existing": existing(tuned.get("best", {})),
         "some": some(320),
         "some_published": some(768),

@@ -25,7 +25,9 @@ import pandas as pd
 
 sys.path.insert(0, str(Path(__file__).parent))
 import designs
+from continuations import write_tasks
 
+from moescope.lab.corpus import held_out
 from moescope.lab.study import TASK_TABLES, VERB, current_tables
 from moescope.lab.study_config import read_study
 from moescope.lab.tables import TABLES
@@ -167,6 +169,11 @@ def results(study: str, run: Path) -> pd.DataFrame:
         parts.append(domain_losses(read_parquet(str(run / "study_documents.parquet"))))
     if (run / "study_layers.parquet").exists():
         parts.append(read_parquet(str(run / "study_layers.parquet")))
+    if (run / "study_tasks.parquet").exists():
+        tasks = read_parquet(str(run / "study_tasks.parquet"))
+        names = [f"task:{task} {metric}" for task, metric in zip(tasks["task"], tasks["metric"], strict=True)]
+        tasks = tasks[["arm", "seed", "value", "chance"]]
+        parts.append(tasks.assign(metric=names, layer=None, domain=""))
     joined = pd.concat([part.astype(object) for part in parts if len(part)], ignore_index=True)
     joined = joined.merge(asked, on=["arm", "seed"]).assign(study=study)
     joined = joined[joined["value"].notna()][KEYS]
@@ -274,7 +281,11 @@ def write_smoke(store: Path, names: list[str]) -> list[str]:
     names = names or list(everything)
     for name in names:
         (store / name).mkdir(parents=True, exist_ok=True)
-        (store / name / "study.toml").write_text(designs.toml(designs.shrink(everything[name])))
+        small = designs.shrink(everything[name])
+        if "tasks" in small:
+            small["tasks"] = str(store / "text")
+            write_tasks(store / "text", {domain: list(held_out(domain)) for domain in ("code", "prose")})
+        (store / name / "study.toml").write_text(designs.toml(small))
     return names
 
 

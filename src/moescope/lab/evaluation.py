@@ -210,6 +210,7 @@ class Stability:
     """Means over layers; `consistency` and `kendall_tau` of consecutive checkpoints, `usage_sigma` of all."""
 
     consistency: float
+    consistency_chance: float  # of independent choices with the same loads
     usage_sigma: float
     kendall_tau: float  # NaN where all usages are equal
 
@@ -238,11 +239,14 @@ def checkpoint_stability(
         near = [pairs[pair] for pair in pairwise(steps)]
         taus = [row["kendall_tau"] for row in near if np.isfinite(row["kendall_tau"])]
         tau = float(np.mean(taus)) if taus else np.nan
-        same = float(np.mean([row["routing_consistency"] for row in near]))
-        means.append((same, pairs[steps[0], steps[-1]]["usage_sigma"], tau))
+        same, chance = (
+            float(np.mean([row[f"routing_consistency{kind}"] for row in near])) for kind in ("", "_chance")
+        )
+        means.append((same, chance, pairs[steps[0], steps[-1]]["usage_sigma"], tau))
     values = np.array(means)
-    tau = float(np.nanmean(values[:, 2])) if np.isfinite(values[:, 2]).any() else np.nan
-    return Stability(float(values[:, 0].mean()), float(values[:, 1].mean()), tau)
+    tau = float(np.nanmean(values[:, 3])) if np.isfinite(values[:, 3]).any() else np.nan
+    same, chance, sigma = (float(value) for value in values[:, :3].mean(0))
+    return Stability(same, chance, sigma, tau)
 
 
 @torch.no_grad()

@@ -40,7 +40,7 @@ from moescope.lab.results import (
 )
 from moescope.lab.results_claims import Claim, arm_claims, effect_claims, hypotheses
 from moescope.lab.results_conditions import conditions, of_arm, tunings
-from moescope.plotting.style import capital, listed, number
+from moescope.plotting.style import capital, counted, listed, number
 from moescope.reporting.pack import plain_table
 from moescope.verb import FigureSpec, Payload, Section, Tables
 
@@ -53,15 +53,11 @@ PARTS = {  # component of the overhead table -> row of the published one
     "experts": "Expert execution",
 }
 BASES = ("dense small, upcycled", "dense medium, upcycled", "existing MoE")
-NO_HARNESS = (
-    "Tasks of lm-eval: not run, as no training here was evaluated with them (train --base --tasks); the "
-    "data of public tasks come over the network."
-)
+NO_HARNESS = "Tasks of lm-eval: not run, as no study on this page names tasks."
 MANY_COLLAPSED = 0.1  # of an arm's layers
 SETTLED = 0.2  # of the steps; the fall of the loss before them hides all differences
 START = "From a fifth of the steps on."
 EFFECTS = "Removing experts"
-TASK = "task:"  # columns of study_runs with results of lm-eval
 FFN = {  # metrics of study_layers
     "ffn_rms": "FFN output, RMS",
     "ffn_kurtosis": "FFN output, kurtosis",
@@ -272,7 +268,7 @@ def no_gap(tables: Tables) -> str:
 
 
 def performance_section(results: Results) -> Section:
-    tables, bases = results.main, results.bases
+    tables = results.main
     domains = numbers.trained_domains(tables)
     outside = numbers.unseen(tables)
     runs = tables["study_runs"] if tables else pd.DataFrame(columns=["arm", "question"])
@@ -318,13 +314,19 @@ def performance_section(results: Results) -> Section:
     if tables and numbers.gap_closure(tables, METHOD) is None:
         text += f" {no_gap(tables)}"
     table = plain_table("results_performance", "6.1 Task performance", heads, rows)
-    tasks = [[arm, task, cell(found)] for arm, task, found in task_values([tables, bases])]
-    text += "" if tasks else f" {NO_HARNESS}"
-    heads = [("arm", "model", "text"), ("task", "task and metric", "text"), ("value", "value ± 95 %", "text")]
-    harness = plain_table(
-        "results_tasks", "6.1 Tasks of lm-eval", heads, tasks or [["all models", "all tasks", NOT_RUN]]
-    )
-    return section("performance", "Task performance", text.strip(), table, harness)
+    tasks = task_values(results.tasks)
+    text += f" {tasks_text(results.tasks)}" if tasks else f" {NO_HARNESS}"
+    return section("performance", "Task performance", text.strip(), table, tasks_table(tasks))
+
+
+def tasks_table(tasks: dict[str, dict[str, Estimate]]) -> Payload:
+    """One row per arm, one column per task."""
+    arms = dict.fromkeys(arm for values in tasks.values() for arm in values)
+    heads: Heads = [("arm", "router", "text"), *(("study_tasks.value", name, "text") for name in tasks)]
+    rows = [[arm, *(cell(values.get(arm)) for values in tasks.values())] for arm in arms]
+    if not tasks:
+        heads, rows = [("arm", "router", "text"), ("task", "task", "text")], [["all routers", NOT_RUN]]
+    return plain_table("results_tasks", "6.1 Tasks of lm-eval", heads, rows)
 
 
 def baseline_cells(results: Results, arm: str) -> list[str]:
@@ -338,16 +340,30 @@ def baseline_cells(results: Results, arm: str) -> list[str]:
     return [cell(found, 4, chance=False), p or numbers.stars(found)]
 
 
-def task_values(studies: list[Tables]) -> list[tuple[str, str, Estimate]]:
-    """Return arm, task and value: numbers of results.parquet whose metric is `task:TASK METRIC`."""
-    return [
-        (arm, name.removeprefix(TASK), found)
-        for tables in studies
-        for name in numbers.finished(tables)
-        if name.startswith(TASK)
-        for arm in dict.fromkeys(numbers.finished(tables)["arm"])
-        if (found := numbers.run_value(tables, arm, name))
-    ]
+def task_values(tables: Tables) -> dict[str, dict[str, Estimate]]:
+    """Return "task, metric" -> arm -> value, groups of tasks first."""
+    rows = tables.get("study_tasks", pd.DataFrame(columns=["task", "metric", "documents"]))
+    groups = rows.assign(single=rows["documents"].notna())
+    groups = groups.sort_values(["single", "task", "metric"], kind="stable")
+    found: dict[str, dict[str, Estimate]] = {}
+    for (task, metric, arm), of in groups.groupby(["task", "metric", "arm"], sort=False):
+        value = numbers.over_seeds(of["value"], float(of["chance"].mean()))
+        if value:
+            found.setdefault(f"{task}, {metric}", {})[arm] = value
+    return found
+
+
+def tasks_text(tables: Tables) -> str:
+    """Say which study the tasks are from, how large its models are, and what stands beside a value."""
+    runs = numbers.finished(tables)
+    size = sorted({f"{count / 1e6:.2g}" for count in runs["parameters_active"].astype(float)}, key=float)
+    words = size[0] if len(size) == 1 else f"{size[0]} to {size[-1]}"
+    documents = int(tables["study_tasks"]["documents"].min())
+    return (
+        f"Tasks of lm-eval: study {numbers.study_name(tables)}, {counted(runs['seed'].nunique(), 'seed')}, "
+        f"models of {words} million active parameters, {documents:,} documents per task or more; in brackets "
+        "the accuracy of a random choice. No test."
+    )
 
 
 def perplexity(found: Estimate | None) -> str:

@@ -153,6 +153,7 @@ class Results:
     others: tuple[Tables, ...] = ()  # of claims about pairs of arms
     effects: Tables = field(default_factory=dict)
     tuning: tuple[Tables, ...] = ()
+    tasks: Tables = field(default_factory=dict)
 
     @classmethod
     def of(cls, studies: Sequence[Tables]) -> Results:
@@ -172,6 +173,7 @@ class Results:
             tuple(one for one in studies if one is main or controls & finished_arms(one)),
             most(studies, lambda tables: len(predicted_effects(tables))),
             tuple(one for one in studies if study_name(one).startswith(TUNING)),
+            most(studies, lambda tables: len(tables.get("study_tasks", ()))),
         )
 
     @cached_property

@@ -55,7 +55,7 @@ if TYPE_CHECKING:
 
 TASK_TABLES = (  # written by single trainings
     *("study_runs", "study_documents", "study_curves", "study_layers", "study_loads", "study_usage"),
-    *("study_experts", "study_mixed", "study_spans", "study_effects"),
+    *("study_experts", "study_mixed", "study_spans", "study_effects", "study_tasks"),
 )
 RARELY = 10  # tables are written again once so many times the seconds of writing them have passed
 TIMED_TOKENS, TIMED_TOKENS_ON_CPU = 16_384, 2_048  # at most, when the parts of a block are timed
@@ -116,6 +116,10 @@ def study(
     if engine == "local":
         for arm in plan.arms:
             check_memory(arm.config, target_device)
+    if plan.tasks:
+        from moescope.lab.tasks import study_tasks
+
+        study_tasks(plan.tasks)  # raises before any training
     corpus = read_corpus(plan.base.data)
     identity = {"arguments": jsonable(plan.as_dict()), "corpus": corpus.identity}
     name = Path(config).stem if isinstance(config, str | Path) else plan.reference
@@ -291,7 +295,10 @@ def train_all(
     """Train and measure what is not finished; only this process writes, after each training."""
     folder = writer.path.resolve()
     tasks = [
-        TrainingTask(folder, arm.training_name(seed), arm.name, seed, arm.question, arm.of_seed(seed), corpus)
+        TrainingTask(
+            *(folder, arm.training_name(seed), arm.name, seed, arm.question, arm.of_seed(seed), corpus),
+            absolute_paths(plan.tasks),
+        )
         for arm, seed in plan.trainings
     ]
     finished = writer.done_tasks()
@@ -313,6 +320,14 @@ def train_all(
             prune(task.folder, plan.keep)
             if time.perf_counter() - written > RARELY * duration:  # joining many trainings takes seconds
                 written, duration = time.perf_counter(), write_current_tables(writer, plan)
+
+
+def absolute_paths(tasks: str) -> str:
+    """Return names of tasks for a process in another folder."""
+    from moescope.lab.tasks import task_names
+
+    names = task_names(tasks)
+    return ",".join(str(Path(name).resolve()) if Path(name).exists() else name for name in names)
 
 
 def write_current_tables(writer: RunWriter, plan: Study) -> float:

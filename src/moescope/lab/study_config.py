@@ -17,7 +17,7 @@ from moescope.decoder.vocabulary import check_vocabulary
 from moescope.errors import BadInput, unknown_name
 from moescope.lab.config import LabConfig, config_from, preset_config, read_toml
 
-KEYS = ("preset", "reference", "references", "seeds", "base", "arms", "axes", "ablations", "keep")
+KEYS = ("preset", "reference", "references", "seeds", "base", "arms", "axes", "ablations", "keep", "tasks")
 ARM_KEYS = ("model", "data", "train", "question", "axes")
 QUESTIONS = ("main", "ablation", "sweep", "scaling")
 KEEP = ("last", "all", "none")
@@ -74,6 +74,7 @@ class Study:
     base: LabConfig
     references: dict[str, str] = field(default_factory=dict)  # by question, where it is another arm
     keep: str = "last"  # which checkpoints of a measured training remain
+    tasks: str = ""  # of lm-eval, as `train --tasks` takes them
 
     @property
     def trainings(self) -> list[tuple[Arm, int]]:
@@ -87,7 +88,9 @@ class Study:
 
     def as_dict(self) -> dict[str, Any]:
         """Return the study as JSON-compatible data; `study_from` restores it."""
+        more = {"tasks": self.tasks} if self.tasks else {}
         return {
+            **more,
             "reference": self.reference,
             "references": self.references,
             "seeds": list(self.seeds),
@@ -138,7 +141,10 @@ def study_from(content: dict[str, Any], where: str = "study") -> Study:
     if keep not in KEEP:
         raise unknown_name("keep", str(keep), list(KEEP))
     seeds = read_seeds(content.get("seeds", SEEDS), where)
-    return Study(tuple(arms), reference, seeds, base, references, keep)
+    tasks = content.get("tasks", "")
+    if not isinstance(tasks, str):
+        raise BadInput(f"{where}: tasks must be text, names separated by commas, not {tasks!r}")
+    return Study(tuple(arms), reference, seeds, base, references, keep, tasks)
 
 
 def base_config(content: dict[str, Any], where: str) -> LabConfig:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import count
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
 
 LOADS = ("cv", "max_violation", "gini", "unused", "load_entropy")
 SMALL = 0.01  # of the root mean square: what counts as no activation
-OUTPUT_TOKENS = 512  # whose outputs of all experts are compared
+OUTPUT_TOKENS = 512  # about, from all windows, whose outputs of all experts are compared
 
 Row = dict[str, Any]
 
@@ -140,21 +141,29 @@ def measure_routing(
     numbers = np.array([domains.index(name) for name in sample.domains])
     in_loss_M = np.array([name in trained for name in domains])
     counter, activations = Counter(len(domains), torch.from_numpy(in_loss_M).to(device)), Activations()
-    inputs: dict[int, Tensor] = {}  # of every block: tokens of the first batch
+    inputs: dict[int, list[Tensor]] = {}  # of every block: tokens from all documents
+    spread_W = spread_tokens([len(window.tokens) - 1 for window in sample.windows])
     model.eval()
-    for batch in window_batches(sample, batch_size):
+    for first, batch in zip(count(0, batch_size), window_batches(sample, batch_size), strict=False):
         domain_BL = np.where(batch.mask_BL, numbers[batch.document_B][:, None], len(domains))
         domain_T = torch.from_numpy(domain_BL.reshape(-1)).to(device)
         counts_T = torch.from_numpy(np.append(in_loss_M, False)[domain_BL.reshape(-1)]).to(device)
         ids_BL, mask_BL = (torch.from_numpy(part).to(device) for part in (batch.ids_BL, batch.mask_BL))
+        length = ids_BL.shape[1]
+        kept = [
+            row * length + place
+            for row, places in enumerate(spread_W[first : first + batch_size])
+            if in_loss_M[numbers[batch.document_B[row]]]
+            for place in places
+        ]
+        kept_S = torch.tensor(kept, dtype=torch.long, device=device)
 
         def consume(routing: Routing, domain_T: Tensor = domain_T) -> None:
             counter.add(routing, domain_T)
 
-        def keep_input(block: torch.nn.Module, args: tuple[Any, ...]) -> None:
+        def keep_input(block: torch.nn.Module, args: tuple[Any, ...], kept_S: Tensor = kept_S) -> None:
             assert isinstance(block, MoE)
-            x_TD, _, mask_T = args[:3]
-            inputs.setdefault(block.layer, x_TD[mask_T][:OUTPUT_TOKENS].float())
+            inputs.setdefault(block.layer, []).append(args[0][kept_S].float())
 
         def add_output(
             block: torch.nn.Module, _: Any, output: tuple[Tensor, Any], counts_T: Tensor = counts_T
@@ -175,7 +184,10 @@ def measure_routing(
         layers += [{**place, "domain": "", **row} for row in activations.rows(layer)]
         if counts.counts_ME.shape[1] < 2:  # dense
             continue
-        rows = [*load_rows(counts, in_loss_M, domains), *similarity_rows(blocks[layer], inputs[layer])]
+        rows = [
+            *load_rows(counts, in_loss_M, domains),
+            *similarity_rows(blocks[layer], torch.cat(inputs[layer])),
+        ]
         layers += [{**place, "domain": "", **row} for row in rows]
         loads += [
             {**place, "domain": domain, "expert": expert, "tokens": int(tokens)}
@@ -183,6 +195,16 @@ def measure_routing(
             for expert, tokens in enumerate(counts_E)
         ]
     return pd.DataFrame(layers), pd.DataFrame(loads)
+
+
+def spread_tokens(lengths: list[int]) -> list[list[int]]:
+    """Return evenly spaced places in each window, equally many as far as it has them, at least one."""
+    each = max(OUTPUT_TOKENS // max(len(lengths), 1), 1)
+    parts = [min(each, length) for length in lengths]
+    return [
+        [int((place + 0.5) * length / part) for place in range(part)]
+        for length, part in zip(lengths, parts, strict=True)
+    ]
 
 
 def load_rows(counts: LayerCount, in_loss_M: Array, domains: list[str]) -> Iterator[Row]:

@@ -51,6 +51,7 @@ class TrainingTask:
     question: str
     config: LabConfig
     corpus: str  # its identity
+    tasks: str = ""  # of lm-eval
 
     @property
     def folder(self) -> Path:
@@ -168,6 +169,7 @@ def measure(
     documents["bytes"] = text.document_bytes
     trained = text.corpus.domains
     layers, loads = measure_routing(model, text.documents, trained, size, device, train.dtype)
+    routes = len(loads) > 0
     del model
     tables = {"study_documents": documents, "study_layers": layers, "study_loads": loads}
     tables["study_usage"] = usage_over_steps(run)
@@ -179,13 +181,14 @@ def measure(
     published = run.table("steps")["validation_loss_published"].dropna()
     values["validation_loss_published"] = published.iloc[-1] if len(published) else None
     values |= {"unigram_loss": text.unigram_loss, "loss_slope": loss_slope(run, train.steps)}
+    values["output_documents"] = len(documents) if routes else None
     nats = float((documents["tokens"] * documents["loss"]).sum())
     values["bits_per_byte"] = nats / math.log(2) / max(int(documents["bytes"].sum()), 1)
     values |= dict(zip(("noise_low", "noise_high", "noise_std"), noise or (None, None, None), strict=True))
     named = (*LOAD, "load_cv_chance", "routing_entropy_chance")
     values |= {column: last[column].iloc[-1] for column in named if len(last) and column in last}
     if stability is not None:
-        values |= {name: getattr(stability, name) for name in ("consistency", "usage_sigma", "kendall_tau")}
+        values |= asdict(stability)
     return {**values, **speed(run)}, tables
 
 
@@ -217,7 +220,7 @@ def usage_over_steps(run: Run) -> pd.DataFrame:
 
 
 def probe_model(run: Run, task: TrainingTask, text: StudyText, device: str) -> dict[str, pd.DataFrame]:
-    """Return what `study_probes` finds in the trained model."""
+    """Return what `study_probes` and the tasks of lm-eval find in the trained model."""
     from moescope.decoder.saving import load_model
     from moescope.lab.study_probes import probe
 
@@ -225,6 +228,10 @@ def probe_model(run: Run, task: TrainingTask, text: StudyText, device: str) -> d
     model, _ = load_model(Path(saved_checkpoints(run.path / "checkpoints")[-1]["path"]), device)
     size = max(train.batch_size // train.micro_batches, 1)
     frames = probe(model, text.data.validation, text.vocabulary, size, device, train.dtype)
+    if task.tasks:
+        from moescope.lab.tasks import score_tasks
+
+        frames["study_tasks"] = score_tasks(task.tasks, model, text.vocabulary, size, device, train.dtype)
     return {name: frame.assign(**task.keys) for name, frame in frames.items()}
 
 

@@ -202,6 +202,10 @@ COLUMNS: dict[str, Column] = {
         chance="Σ f f′/k, f the experts' shares of tokens; k/n for even loads",
         best="1",
     ),
+    "consistency_chance": Column(
+        "float", "Consistency of independent choices with the same loads.", "mean over layers of Σ f f′/k"
+    ),
+    "output_documents": Column("int", "Documents from which tokens come for comparing outputs of experts."),
     "study_runs.usage_sigma": Column(
         "float",
         "Variation of experts' load shares between checkpoints.",
@@ -282,6 +286,14 @@ COLUMNS: dict[str, Column] = {
     "study_effects.ambiguity": Column(
         "float", "Alignment with the best other expert minus that with its own, at k*; null without rows."
     ),
+    "task": Column("text", "A task of lm-eval, or a group of tasks."),
+    "study_tasks.metric": Column(
+        "text", "The task's metric, as lm-eval names it; in brackets its filter of the answers, if any."
+    ),
+    "study_tasks.documents": Column("int", "Documents of the task; null for a group."),
+    "study_tasks.value": Column("float", "Value of the trained model."),
+    "standard_error": Column("float", "Its standard error over documents, by lm-eval; null where unknown."),
+    "study_tasks.chance": Column("float", "Accuracy of a choice at random; null for other metrics."),
     "study_experts.x": Column(
         "float",
         "First principal axis of the mean cosines of two experts' outputs for the same tokens.",
@@ -445,7 +457,8 @@ TABLES: dict[str, Table] = define_tables(
             *("loss_slope", "bits_per_byte"),
             *("noise_low", "noise_high", "noise_std", "load_cv"),
             *("load_cv_chance", "max_over_mean", "routing_entropy", "routing_entropy_chance"),
-            *("unused_share", "dropped_share", "consistency", "usage_sigma"),
+            *("unused_share", "dropped_share", "consistency", "consistency_chance"),
+            *("output_documents", "usage_sigma"),
             *("kendall_tau", "tokens_per_second", "peak_memory_bytes", "seconds", "parameters_total"),
             *("parameters_trainable", "parameters_active", "flops_per_token"),
             *("n_experts", "top_k", "tokens_per_step", "message"),
@@ -502,6 +515,12 @@ TABLES: dict[str, Table] = define_tables(
         "Effect of removing each expert of a trained model, where it was measured, and possible predictors.",
         ("arm", "seed", "layer", "expert"),
         ("effect", "half_a", "half_b", "load", "alignment", "ambiguity"),
+    ),
+    Table(
+        "study_tasks",
+        "Results of lm-eval, in studies that name tasks.",
+        ("arm", "seed", "task", "metric"),
+        ("documents", "value", "standard_error", "chance"),
     ),
     Table(
         "study_mixed",
@@ -581,13 +600,11 @@ TRAIN_COLUMNS: dict[str, Column] = {
         misleads="Covers the choice of documents for this one training, not other seeds.",
     ),
     "trained_minus_high": Column("float", "Upper end of that interval."),
-    "task": Column("text", "A task of lm-eval, or a group of tasks."),
-    "task_results.metric": Column(
-        "text", "The task's metric, as lm-eval names it; in brackets its filter of the answers, if any."
-    ),
-    "task_results.documents": Column("int", "Documents of the task; null for a group."),
+    "task": COLUMNS["task"],
+    "task_results.metric": COLUMNS["study_tasks.metric"],
+    "task_results.documents": COLUMNS["study_tasks.documents"],
     "task_results.value": Column("float", "Value of the trained model.", chance="the task's own"),
-    "standard_error": Column("float", "Its standard error over documents, by lm-eval; null where unknown."),
+    "standard_error": COLUMNS["standard_error"],
     "base_value": Column("float", "Value of the base."),
     "task_results.difference": Column("float", "value − base_value.", chance="0"),
     "difference_error": Column(

@@ -1,4 +1,4 @@
-"""train --base --tasks: tasks of lm-eval (the extra `tasks`) on the base and on the trained model."""
+"""Tasks of lm-eval (the extra `tasks`): on a base and what it became, and on the trainings of a study."""
 
 from __future__ import annotations
 
@@ -7,9 +7,10 @@ import logging
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext, redirect_stderr
 from difflib import get_close_matches
+from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pandas as pd
@@ -21,9 +22,14 @@ from moescope.lab.existing import MODEL, load_base
 from moescope.lab.tables import TRAIN_TABLES
 from moescope.run import Run, write_json, write_table
 
+if TYPE_CHECKING:
+    from moescope.decoder.model import LabModel
+    from moescope.decoder.vocabulary import Vocabulary
+
 LOGGERS = ("lm_eval", "huggingface_hub", "datasets")  # they repeat at length what an error says
 FEWSHOT_SEED = 1234  # lm-eval's own
 NO_FILTER = "none"  # lm-eval's name for answers as they are
+ACCURACIES = ("acc", "acc_norm")  # of choices: chance is one over their number
 
 
 @contextmanager
@@ -41,16 +47,20 @@ def without_messages(quiet: bool) -> Iterator[None]:
             logger.setLevel(level)
 
 
-def load_tasks(given: str) -> dict[str, Any]:
+def task_names(given: str) -> list[str]:
+    return [*dict.fromkeys(part.strip() for part in given.split(",") if part.strip())]
+
+
+def load_tasks(given: str, option: str = "--tasks") -> dict[str, Any]:
     """Return lm-eval's tasks and groups with their data, so that a missing one is known before a training.
 
     `given` are, separated by commas, names of lm-eval, YAML files of tasks, and folders of such files.
     """
-    names = [*dict.fromkeys(part.strip() for part in given.split(",") if part.strip())]
+    names = task_names(given)
     if not names:
-        raise BadInput(f"--tasks {given!r} names no task; give one, such as hellaswag")
+        raise BadInput(f"{option} {given!r} names no task; give one, such as hellaswag")
     if find_spec("lm_eval") is None:
-        raise BadInput("--tasks needs lm-eval; pip install 'moescope[tasks]'")
+        raise BadInput(f"{option} needs lm-eval; pip install 'moescope[tasks]'")
     from lm_eval.tasks import TaskManager
 
     with without_messages(quiet=True):
@@ -62,13 +72,13 @@ def load_tasks(given: str) -> dict[str, Any]:
         for name in names:
             found = in_folders.get(name, manager)
             if name in folders and not found.all_subtasks:
-                raise BadInput(f"--tasks {name}: no task's YAML file in this folder; name another")
-            for task in found.all_subtasks if name in folders else [name]:
-                loaded += load_task(found, task)
+                raise BadInput(f"{option} {name}: no task's YAML file in this folder; name another")
+            for task in folder_tasks(found) if name in folders else [name]:
+                loaded += load_task(found, task, option)
         try:
             tasks: dict[str, Any] = manager.load(loaded)
         except ValueError as error:
-            raise BadInput(f"--tasks {given}: {first_line(error)}; name it once") from None
+            raise BadInput(f"{option} {given}: {first_line(error)}; name it once") from None
     for task in tasks["tasks"].values():
         if task.get_config("num_fewshot") is None:
             task.set_config(key="num_fewshot", value=0)
@@ -76,22 +86,29 @@ def load_tasks(given: str) -> dict[str, Any]:
     return tasks
 
 
-def load_task(manager: Any, name: str) -> list[Any]:
+def folder_tasks(manager: Any) -> list[str]:
+    """Return the groups of a folder, and its tasks that no group holds."""
+    groups = manager.load(manager.all_groups)["groups"] if manager.all_groups else {}
+    grouped = {name for group in groups.values() for name in group.child_names}
+    return [name for name in (*manager.all_groups, *manager.all_subtasks) if name not in grouped]
+
+
+def load_task(manager: Any, name: str, option: str) -> list[Any]:
     """Return one task, or group with its tasks, with data."""
     if name not in manager.task_index and not Path(name).is_file():
         close = get_close_matches(name, manager.all_tasks, 3)
         advice = f"near: {', '.join(close)}" if close else "`lm-eval ls tasks` lists all"
-        raise BadInput(f"--tasks {name}: neither a task of lm-eval nor a YAML file or folder; {advice}")
+        raise BadInput(f"{option} {name}: neither a task of lm-eval nor a YAML file or folder; {advice}")
     try:
         found = manager.load([name])
     except Exception as error:  # data, YAML and code of a task: each library has its own errors
         raise BadInput(
-            f"--tasks {name}: the task or its data cannot be loaded ({first_line(error)[:200]}); load it "
+            f"{option} {name}: the task or its data cannot be loaded ({first_line(error)[:200]}); load it "
             "once where the network is, into this HF_HOME, or remove the task"
         ) from None
     for task in found["tasks"].values():
         if getattr(task, "UNSAFE_CODE", False):
-            raise BadInput(f"--tasks {name}: it runs code that the model writes; remove the task")
+            raise BadInput(f"{option} {name}: it runs code that the model writes; remove the task")
     grouped = {task for group in found["groups"].values() for task in group.child_names}
     return [one for key, one in (found["tasks"] | found["groups"]).items() if key not in grouped]
 
@@ -118,26 +135,33 @@ def evaluate(name: str, tasks: dict[str, Any], train: TrainConfig, device: str, 
 def task_rows(base: dict[str, Any], result: dict[str, Any]) -> list[dict[str, Any]]:
     """Return rows of the table task_results: every task and metric of the trained model and of its base."""
     rows = []
+    for key, row in metric_rows(result):
+        task, (metric, _, answers) = row["task"], key.partition(",")
+        before = base["results"][task][key]
+        first, second = (document_values(one, task, metric, answers) for one in (base, result))
+        row |= {"base_value": float(before), "difference": row["value"] - float(before)}
+        rows.append({**row, "difference_error": paired_error(first, second, (before, row["value"]))})
+    return rows
+
+
+def metric_rows(result: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield lm-eval's key of every metric and its row: task, metric, documents, value, standard error."""
     for task, values in result["results"].items():
         for key, value in values.items():
             metric, _, answers = key.partition(",")
             if not answers or metric.endswith("_stderr") or not isinstance(value, int | float):
                 continue
-            error, before = values.get(f"{metric}_stderr,{answers}"), base["results"][task][key]
-            first, second = (document_values(one, task, metric, answers) for one in (base, result))
-            rows.append(
+            error = values.get(f"{metric}_stderr,{answers}")
+            yield (
+                key,
                 {
                     "task": task,
                     "metric": metric if answers == NO_FILTER else f"{metric} ({answers})",
                     "documents": result["n-samples"].get(task, {}).get("effective"),
                     "value": float(value),
                     "standard_error": float(error) if isinstance(error, int | float) else np.nan,
-                    "base_value": float(before),
-                    "difference": float(value) - float(before),
-                    "difference_error": paired_error(first, second, (before, value)),
-                }
+                },
             )
-    return rows
 
 
 def document_values(results: dict[str, Any], task: str, metric: str, answers: str) -> list[Any]:
@@ -167,3 +191,98 @@ def add_task_results(
     frame = pd.DataFrame(task_rows(before, after))
     write_table(TRAIN_TABLES["task_results"], frame, run.path / "task_results.parquet")
     write_json(run.path / "run.json", {**run.info, "tasks": given})
+
+
+# --- trainings of a study
+
+
+@cache
+def study_tasks(given: str) -> dict[str, Any]:
+    """Return the tasks of a study, loaded once per process."""
+    return load_tasks(given, "tasks =")
+
+
+def score_tasks(
+    given: str, model: LabModel, vocabulary: Vocabulary, size: int, device: str, dtype: str
+) -> pd.DataFrame:
+    """Return every task's metrics of a lab model, with the chance level of choices."""
+    import lm_eval
+
+    tasks = study_tasks(given)
+    with without_messages(quiet=True):
+        result = lm_eval.evaluate(lm=harness_model(model, vocabulary, size, device, dtype), task_dict=tasks)
+    assert result is not None
+    levels = {name: chance_level(task) for name, task in tasks["tasks"].items()}
+    for group, children in result.get("group_subtasks", {}).items():
+        counts = {name: result["n-samples"].get(name, {}).get("effective", 0) for name in children}
+        if sum(counts.values()):
+            weighted = sum(count * levels.get(name, np.nan) for name, count in counts.items())
+            levels[group] = weighted / sum(counts.values())
+    rows = [row for _, row in metric_rows(result)]
+    for row in rows:
+        row["chance"] = levels.get(row["task"], np.nan) if row["metric"] in ACCURACIES else np.nan
+    return pd.DataFrame(rows)
+
+
+def chance_level(task: Any) -> float:
+    """Return the accuracy of a choice at random; NaN for tasks without choices."""
+    if task.OUTPUT_TYPE != "multiple_choice":
+        return float("nan")
+    return float(np.mean([1 / len(task.doc_to_choice(document)) for document in task.eval_docs]))
+
+
+def harness_model(model: LabModel, vocabulary: Vocabulary, size: int, device: str, dtype: str) -> Any:
+    """Return a lab model as lm-eval takes models. It scores text and generates none."""
+    import torch
+    from lm_eval.api.model import TemplateLM
+    from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
+
+    longest = model.config.max_positions
+
+    class LabHarness(TemplateLM):  # type: ignore[misc]
+        eot_token_id = vocabulary.end
+
+        def tok_encode(self, string: str, add_special_tokens: bool | None = None, **_: Any) -> list[int]:
+            return [int(token) for token in vocabulary.encode(string)]
+
+        @torch.no_grad()
+        def _loglikelihood_tokens(self, requests: list[Any], **more: Any) -> list[tuple[float, bool]]:
+            found = []
+            for first in range(0, len(requests), size):
+                batch = [(context + text, len(text)) for _, context, text in requests[first : first + size]]
+                batch = [(tokens[-longest - 1 :], count) for tokens, count in batch]
+                width = max(len(tokens) for tokens, _ in batch) - 1
+                ids_BL = torch.full((len(batch), width), vocabulary.pad)
+                mask_BL = torch.zeros(len(batch), width, dtype=torch.bool)
+                for at, (tokens, _) in enumerate(batch):
+                    ids_BL[at, : len(tokens) - 1] = torch.tensor(tokens[:-1])
+                    mask_BL[at, : len(tokens) - 1] = True
+                with torch.autocast(device.split(":")[0], torch.bfloat16, enabled=dtype == "bfloat16"):
+                    logits_BLV = model(ids_BL.to(device), mask_BL=mask_BL.to(device)).logits_BLV
+                for logits_LV, (tokens, count) in zip(logits_BLV, batch, strict=True):
+                    count = min(count, len(tokens) - 1)
+                    log_p = logits_LV[len(tokens) - 1 - count : len(tokens) - 1].double().log_softmax(-1)
+                    targets = torch.tensor(tokens[len(tokens) - count :], device=log_p.device)
+                    chosen = log_p.gather(1, targets[:, None])
+                    found.append((float(chosen.sum()), bool((log_p.argmax(-1) == targets).all())))
+            return found
+
+        def loglikelihood_rolling(self, requests: list[Any], disable_tqdm: bool = False) -> list[float]:
+            return [
+                sum(
+                    self._loglikelihood_tokens([(None, *make_disjoint_window(window))])[0][0]
+                    for window in get_rolling_token_windows(
+                        self.tok_encode(request.args[0]), vocabulary.end, longest, 1
+                    )
+                )
+                for request in requests
+            ]
+
+        def generate_until(self, requests: list[Any], disable_tqdm: bool = False) -> list[str]:
+            name = requests[0].task_name
+            raise BadInput(
+                f"tasks = {name}: it generates text, which a lab model does not; name tasks of choices"
+            )
+
+    model.eval()
+    return LabHarness()
