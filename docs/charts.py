@@ -17,6 +17,7 @@ COLOURS = (
 FAR = 2.5  # times the span of all other values
 LETTER = 6.1  # pixels of an average letter
 STYLE = "fill='currentColor' font-size='11' font-family='sans-serif'"
+HALO = "paint-order='stroke' stroke-width='5' stroke='var(--md-default-bg-color, #fff)'"  # over lines
 FAINT = "stroke='currentColor' stroke-opacity='0.25'"
 Point = tuple[float, Estimate]
 
@@ -66,7 +67,8 @@ class Dots:
                 right = one.mean > high
                 place, anchor = (WIDTH - 14, "end") if right else (left + 4, "start")
                 value = f"{one.mean:.3g} →" if right else f"← {one.mean:.3g}"
-                parts.append(words(place, y + 4, value.replace("-", "−"), f"text-anchor='{anchor}'"))
+                style = f"text-anchor='{anchor}' {HALO}"
+                parts.append(words(place, y + 4, value.replace("-", "−"), style))
                 continue
             parts.append(mark(x(one.mean), y, x(one.low), y, x(one.high), y, one, COLOURS[0]))
         return drawing(bottom + 18, self.title, parts)
@@ -171,8 +173,8 @@ class Areas:
             top = [low + of[place] for low, of in zip(floor, self.shares, strict=True)]
             edge = [*zip(x, top, strict=True), *reversed(list(zip(x, floor, strict=True)))]
             points = " ".join(f"{at:.1f},{24 + HEIGHT * (1 - share):.1f}" for at, share in edge)
-            colour = COLOURS[place % len(COLOURS)]
-            parts.append(f"<polygon points='{points}' fill='{colour}' fill-opacity='0.85'/>")
+            colour = f"hsl(207 65% {30 + 50 * place / max(len(self.shares[0]) - 1, 1):.0f}%)"
+            parts.append(f"<polygon points='{points}' fill='{colour}'/>")
             floor = top
         parts += [words(0, 28, "100 %"), words(0, 24 + HEIGHT, "0 %")]
         for at, step in ((x[0], self.steps[0]), (x[-1], self.steps[-1])):

@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import html
 import math
+from collections import Counter
 from collections.abc import Callable
+from dataclasses import replace
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
@@ -21,6 +23,7 @@ from jinja2 import Environment, StrictUndefined
 from moescope.lab import results as numbers
 from moescope.lab.figures_results import first_seed, middle_layer, variant_arms
 from moescope.lab.figures_study import TARGET_CV
+from moescope.lab.report_cases import FIXED
 from moescope.lab.report_cells import cell as estimate_text
 from moescope.lab.report_cells import p_text
 from moescope.lab.report_results import (
@@ -29,6 +32,7 @@ from moescope.lab.report_results import (
     SETTLED,
     all_sections,
     baseline_cells,
+    predictor_title,
     significance_rows,
     sources,
     task_values,
@@ -46,7 +50,7 @@ from moescope.lab.results import (
 )
 from moescope.lab.results_claims import Claim, arm_claims, effect_claims, hypotheses
 from moescope.lab.results_conditions import conditions
-from moescope.plotting.style import capital, counted, number
+from moescope.plotting.style import capital, counted, listed, number
 from moescope.run import Run
 from moescope.verb import Payload, Tables
 
@@ -83,6 +87,7 @@ def render(template: str, studies: list[Tables]) -> str:
     """Return the page."""
     results = Results.of(studies)
     calls: dict[str, Callable[..., str]] = {
+        "headline": lambda: headline(results),
         "claims": lambda kind: claims_table(CLAIMS[kind](results)),
         "counts": lambda: counts_table(results),
         "whose": lambda subject: numbers.WHOSE[subject],
@@ -95,6 +100,48 @@ def render(template: str, studies: list[Tables]) -> str:
     # the template is ours, and the page is Markdown: nothing to escape
     page = Environment(undefined=StrictUndefined, keep_trailing_newline=True, autoescape=False)
     return page.from_string(template).render(**calls)
+
+
+def headline(results: Results) -> str:
+    """Return what came out, one line per answer."""
+    lines, tables = [], results.main
+    if not tables:
+        return "No study was run."
+    arms = [arm for arm in numbers.compared_arms(tables) if arm in numbers.finished_arms(tables)]
+    losses = {arm: numbers.run_value(tables, arm, "validation_loss") for arm in arms}
+    known = {arm: one.mean for arm, one in losses.items() if one}
+    best = min(known, key=lambda arm: known[arm], default="")
+    if best and BASELINE in known:
+        words = f"**Lowest loss:** `{best}`, {known[best]:.3f} nats per token"
+        if best != BASELINE:
+            words += (
+                f"; `{BASELINE}` {known[BASELINE]:.3f}{test_words(numbers.above_baseline(results, best))}"
+            )
+        lines.append(f"{words}.")
+    claims = {one.name: one for one in hypotheses(results)}
+    if claims["H1"].number:
+        words = {"confirmed": "predicts better than", "refuted": "predicts worse than"}
+        how = words.get(claims["H1"].verdict, "is not distinguishable from")
+        lines.append(
+            f"**SPECTRA** {how} `{BASELINE}`{test_words(results.tests['main', BASELINE])}"
+            + (f"; cost over `{BASELINE}`: {claims['H4'].counts}." if claims["H4"].counts else ".")
+        )
+    counts = Counter(one.verdict.split(":")[0] for one in claims.values())
+    verdicts = [f"{counts[name]} {name}" for name in numbers.VERDICTS if counts[name]]
+    lines.append(f"**Hypotheses of the routing paper:** {listed(verdicts)}.")
+    effects = [one for one in effect_claims(results) if one.number]
+    if effects:
+        one = effects[0]
+        lines.append(f"**Removing experts:** {one.claim.lower()}: {one.verdict}{test_words(one.number)}.")
+    return "\n".join(f"- {line}" for line in lines)
+
+
+def test_words(found: Estimate | None) -> str:
+    """Return the estimate, its corrected p and seeds, in brackets."""
+    if found is None:
+        return ""
+    p = f", p {p_text(found.p_adjusted)}" if math.isfinite(found.p_adjusted) else ""
+    return f" ({estimate_text(found, 3, chance=False)}{p}, {counted(found.seeds, 'seed')})"
 
 
 # --- tables
@@ -128,10 +175,15 @@ def counts_table(results: Results) -> str:
     worst = [numbers.worst_cv(results.sweep, arm) for arm in numbers.finished_arms(results.sweep)]
     known = [one.mean for one in worst if one]
     reached = sum(value < TARGET_CV for value in known)
-    balance = f"{reached} of {len(known)} settings; lowest {min(known):.3g}" if known else NOT_RUN
+    balance = f"{reached} of {len(known)} below {TARGET_CV:g}; lowest {min(known):.3g}" if known else NOT_RUN
+    if known and (unfinished := numbers.progress(results.sweep, 0)):
+        balance += f" ({unfinished})"
     rows = [
         ("Experts do not collapse", f"collapsed layers over all seeds: {'; '.join(collapse) or NOT_RUN}"),
-        ("The load is even", f"settings whose worst layer has a load CV below the target: {balance}"),
+        (
+            "SPECTRA balances the load in evaluation",
+            f"load CV of the worst layer, by setting of SPECTRA: {balance}",
+        ),
     ]
     return table(("claim", "evidence: a count, no test"), [(claim, cell(text)) for claim, text in rows])
 
@@ -213,15 +265,12 @@ def chart(anchor: str, results: Results) -> str:
 
 
 def hypotheses_panels(results: Results) -> Panels:
-    """Numbers of different units, each over half its interval, signed so that above 0 favours the claim."""
-    rows: list[tuple[str, Estimate | None]] = []
-    for one in hypotheses(results):
-        found = one.number
-        if found and found.half > 0:
-            found = Estimate(found.mean / found.half, 1.0, found.seeds)
-        if not one.counts:
-            rows.append((f"{one.name} {one.verdict}", found))
-    return [Dots("Effect over half its interval", rows, 0.0)]
+    """Every hypothesis in its own unit; above 0 favours it."""
+    return [
+        Dots(f"{one.name}: {one.claim}", [(one.verdict, one.number)], 0.0)
+        for one in hypotheses(results)
+        if one.number
+    ]
 
 
 def pairs_panels(results: Results, subject: str) -> Panels:
@@ -234,10 +283,16 @@ def pairs_panels(results: Results, subject: str) -> Panels:
 
 
 def significance_panels(results: Results) -> Panels:
-    rows = [(title.split("vs. ")[1].split(" (")[0], one) for title, _, one in significance_rows(results)]
+    groups: dict[str, list[tuple[str, Estimate | None]]] = {}
+    for title, _, one in significance_rows(results):
+        first, _, second = title.partition(" vs. ")
+        kind = "base models" if second.startswith("Top-2, ") else "routers"
+        kind = "ablations" if first != "SPECTRA" else kind
+        name = second.split(" (")[0].removeprefix("Top-2, ")
+        groups.setdefault(kind, []).append((name, one))
     closure = [(arm, numbers.gap_closure(results.main, arm)) for _, arm in ROUTERS]
     return [
-        Dots("Loss minus SPECTRA (nats per token)", rows, 0.0),
+        *(Dots(f"Loss minus SPECTRA, {kind} (nats)", rows, 0.0) for kind, rows in groups.items()),
         Dots("Gap closure (0: dense, 1: dense of total size)", closure),
     ]
 
@@ -290,10 +345,17 @@ def curves_panels(
 
 
 def variant_curves(results: Results) -> Panels:
-    arms = [(title, arm) for title, arm, _ in VARIANTS]
-    return curves_panels(
-        results.ablation, "validation_loss", "Validation loss (nats per token) by step", arms, SETTLED
-    )
+    """The loss of each variant minus that of the full method at the same step and seed."""
+    arms = [(title, arm) for title, arm, _ in VARIANTS if arm != METHOD]
+    rows = results.ablation.get("study_curves")
+    if rows is None or rows.empty:
+        return []
+    wide = rows.pivot_table(index=["step", "seed"], columns="arm", values="validation_loss")
+    if METHOD not in wide:
+        return []
+    gaps = wide.sub(wide[METHOD], axis=0).drop(columns=METHOD).stack().rename("gap").reset_index()
+    title = "Loss minus SPECTRA-Full (nats per token) by step"
+    return curves_panels({"study_curves": gaps}, "gap", title, arms, SETTLED)
 
 
 def entropy_curves(results: Results) -> Panels:
@@ -324,6 +386,7 @@ def usage_panels(results: Results) -> Panels:
     for title, arm in variant_arms(rows):
         of = rows[rows["arm"] == arm]
         wide = of.pivot_table(index="step", columns="expert", values="share").dropna()
+        wide = wide[wide.iloc[-1].sort_values(ascending=False).index]
         panels.append(Areas(f"{title}: share of the load", list(wide.index), wide.to_numpy().tolist()))
     return panels
 
@@ -378,7 +441,7 @@ def variants_panels(results: Results) -> Panels:
     return [
         layer_panel("Expert entropy (nats)", results.ablation, arms, "load_entropy"),
         layer_panel("Expert overlap (%)", results.ablation, arms, "expert_overlap", 100.0),
-        layer_panel("Gram orthogonality × 100", results.ablation, arms, "output_orthogonality", 100.0),
+        layer_panel("Orthogonality of outputs × 100", results.ablation, arms, "output_orthogonality", 100.0),
         Dots("Collapse rate (%)", rate_rows, 0.0, 100.0),
     ]
 
@@ -408,10 +471,12 @@ def bases_panels(results: Results) -> Panels:
     panels: Panels = []
     for base, routers in numbers.base_models(results.bases).items():
         arms = {router: f"{base}: {router}" for router in routers}
-        losses = [
-            (router, numbers.run_value(results.bases, arm, "validation_loss")) for router, arm in arms.items()
+        gaps = [
+            (router, numbers.over_seeds(numbers.loss_gain(results.bases, arms[BASELINE], arm).dropna()))
+            for router, arm in arms.items()
+            if router != BASELINE and BASELINE in arms
         ]
-        panels.append(Dots(f"{base}: loss (nats per token)", losses))
+        panels.append(Dots(f"{base}: loss minus {BASELINE}", gaps, 0.0))
     return panels
 
 
@@ -438,7 +503,7 @@ def experts_panels(results: Results) -> Panels:
     ]
     panels.append(layer_panel("SPECTRA: expert entropy (nats)", tables, arms, "load_entropy"))
     panels.append(
-        layer_panel("SPECTRA: Gram orthogonality × 100", tables, arms, "output_orthogonality", 100.0)
+        layer_panel("SPECTRA: orthogonality of outputs × 100", tables, arms, "output_orthogonality", 100.0)
     )
     return panels
 
@@ -469,7 +534,7 @@ def stability_panels(results: Results) -> Panels:
 
 def failures_panels(results: Results) -> Panels:
     tables = results.main
-    mixed = {arm: numbers.mixed_documents(tables, arm) for arm in SHOWN}
+    mixed = {arm: numbers.mixed_documents(tables, arm) for arm in (*SHOWN, FIXED)}
     moved = {arm: numbers.turnover(tables, arm) for arm in SHOWN}
     rare = {arm: numbers.rare_experts(tables, arm) for arm in SHOWN}
     ratio = {
@@ -480,7 +545,9 @@ def failures_panels(results: Results) -> Panels:
     domains = dict.fromkeys(domain for found in outside.values() for domain in found)
     return [
         Dots(
-            "Ambiguous context: nats lost", [(SHOWN[arm], one and one[1]) for arm, one in mixed.items()], 0.0
+            "Ambiguous context: nats lost",
+            [(SHOWN.get(arm, arm), one and one[1]) for arm, one in mixed.items()],
+            0.0,
         ),
         *(
             Dots(
@@ -496,25 +563,19 @@ def failures_panels(results: Results) -> Panels:
 
 
 def effects_panels(results: Results) -> Panels:
-    found = results.tests
-    pairs = numbers.predicted_effects(results.effects)
-    panels: Panels = []
-    for arm in dict.fromkeys(arm for arm, _ in pairs):
-        rows = [
-            (metric.removeprefix(numbers.EFFECT).replace("_", " "), found["effect", arm, metric])
-            for name, metric in pairs
-            if name == arm
-        ]
-        panels.append(Dots(f"{arm}: rank correlation with the effect", rows, 0.0))
-    return panels
+    rows = [
+        (f"{predictor_title(metric)}, {arm}", numbers.layer_value(results.effects, arm, metric))
+        for arm, metric in numbers.predicted_effects(results.effects)
+    ]
+    plain = [(name, one and replace(one, chance=math.nan)) for name, one in rows]
+    return [Dots("Rank correlation with the effect", plain, 0.0)] if rows else []
 
 
 MEANS = "Means over seeds with intervals"
 CHARTS: dict[str, tuple[Callable[[Results], Panels], str]] = {
     "answers": (
         hypotheses_panels,
-        "Each number over half its interval: right of the line favours the hypothesis, and a bar that "
-        "crosses the line does not exclude its value of no effect, even before the correction.",
+        "Each hypothesis in its own unit, before the correction: right of the line favours it.",
     ),
     "hash": (
         partial(pairs_panels, subject="Hash routing"),
@@ -522,25 +583,28 @@ CHARTS: dict[str, tuple[Callable[[Results], Panels], str]] = {
     ),
     "some": (partial(pairs_panels, subject="SoME"), f"{MEANS}; right of the line the first arm is better."),
     "significance": (significance_panels, f"{MEANS}, paired by seed; right of the line SPECTRA is better."),
-    "performance": (performance_panels, f"{MEANS}; less is better. Rows by overall loss."),
+    "performance": (
+        performance_panels,
+        f"{MEANS}; of losses less is better, of accuracies more; grey: chance. Rows by overall loss.",
+    ),
     "variants": (
         variants_panels,
         "Means over layers and seeds with intervals; grey: chance, or balanced load.",
     ),
     "overhead": (overhead_panels, "Median time of a forward pass in training mode."),
-    "bases": (bases_panels, f"{MEANS}; less is better."),
+    "bases": (bases_panels, f"{MEANS}, paired by seed; left of the line is better than {BASELINE}."),
     "experts": (experts_panels, f"{MEANS}; grey: chance, or balanced load."),
     "sweep": (sweep_panels, f"{MEANS}; the line is the target, grey is balanced random routing."),
     "stability": (stability_panels, f"{MEANS}; lines: ideal."),
     "figure-arms-validation-loss-by-step": (
         variant_curves,
-        "Means over seeds, from a fifth of the steps on.",
+        "Means over seeds, from a fifth of the steps on; rows of held-out text, not the tables' documents.",
     ),
     "figure-arms-routing-entropy-by-step": (entropy_curves, "Means over seeds and layers, in training."),
     "figure-expert-maps": (map_panels, "Two principal axes; middle layer, first seed."),
     "figure-usage-areas": (
         usage_panels,
-        "In training, by step; middle layer, first seed, a colour per expert.",
+        "In training, by step; middle layer, first seed; experts from the bottom by their final share.",
     ),
     "figure-quota-loads": (
         quota_panels,

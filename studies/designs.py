@@ -18,7 +18,8 @@ FOLDER = Path(__file__).parent
 TUNED = FOLDER / "tuned.json"  # "best": router -> {"learning_rate": ..., its option: ...}; and see run.py
 TEXT = "studies/text"
 DOMAINS = ("code", "drama", "encyclopedia", "math", "medicine", "stories")
-UNSEEN = {"tinystories_ru": f"{TEXT}/unseen/tinystories_ru.jsonl.gz"}
+UNSEEN_DOMAIN = "tinystories_ru"
+UNSEEN = {UNSEEN_DOMAIN: f"{TEXT}/unseen/{UNSEEN_DOMAIN}.jsonl.gz"}
 RATE = 2e-3  # before tuning
 RATES = (1e-3, 2e-3, 4e-3)
 MORE_RATES = (5e-4, 8e-3)  # for routers without an option, so that all have equal budgets
@@ -77,6 +78,26 @@ VARIANTS: dict[str, Design] = {  # hash against top2
     "hash_previous": {"router": "hash", "router_options": {"of": "previous"}},
     "hash_random": {"router": "hash", "router_options": {"of": "occurrence"}},
     "top2_token": {"router": "top2", "router_options": {"reads": "embedding"}},
+}
+
+
+QUESTIONS = {  # of each study, in a sentence
+    "tuning_rate": "Which learning rate is best for each router?",
+    "tuning_option": "Which value of its main option is best for each router?",
+    "tuning_edge": "Are values beyond the edges of the grids better?",
+    "main": "Which router predicts best, each as it was tuned?",
+    "controls": "What might tuning explain? Routers at each other's learning rate, options at other values.",
+    "ablation": "What does each part of SPECTRA contribute? With a top2 of equal FLOPs.",
+    "sweep": "Which options of SPECTRA balance the load in evaluation, and at what loss?",
+    "scaling_experts": "How do loss and specialisation change with the number of experts?",
+    "scaling_size": "Does the gain of a router grow with the model?",
+    "causal": "Do alignment and ambiguity predict the effect of removing an expert?",
+    "tasks": "Which continuation is right? Routers on tasks of lm-eval that lie in `studies/text/tasks`.",
+    "existing": "What do new routers gain in models that exist, kept or upcycled?",
+    "some": "SoME's runs A4 and B1 to B3 on Russian stories, with controls.",
+    "some_published": "The same with padding in the loss, as published.",
+    "hash_bytes": "Why does a hash beat top2? On bytes.",
+    "hash_bpe": "Why does a hash beat top2? On BPE tokens.",
 }
 
 
@@ -170,7 +191,7 @@ def main_study(tuned: Design) -> Design:
 
 
 def controls(tuned: Design) -> Design:
-    """What tuning might explain: SPECTRA and top2 at each other's rate, two options at other values.
+    """SPECTRA and top2 at each other's learning rate, two options at other values; no claims.
 
     Tuning chose a weak balance loss for switch_top1, and for expert_choice a capacity that buys compute.
     """
@@ -183,7 +204,7 @@ def controls(tuned: Design) -> Design:
         "switch_top1 balance=0.01": arm("switch_top1", tuned, {"balance": 0.01}),
         "expert_choice capacity_factor=1": arm("expert_choice", tuned, {"capacity_factor": 1.0}),
     }
-    return study("top2", SEEDS, arms, base())
+    return study("top2", 5, arms, base())
 
 
 def ablation(tuned: Design) -> Design:
@@ -427,8 +448,13 @@ def shrink(design: Design) -> Design:
     return {**design, "seeds": 2, "base": small, "arms": arms}
 
 
+def write_designs(store: Path, tuned: Design) -> None:
+    """Write the files of all studies that have no results yet."""
+    for name, design in designs(tuned).items():
+        if not (store / name / "results.parquet").exists():
+            (store / name).mkdir(parents=True, exist_ok=True)
+            (store / name / "study.toml").write_text(toml(design))
+
+
 if __name__ == "__main__":
-    for name, design in designs(read_tuned()).items():
-        file = FOLDER / name / "study.toml"
-        file.parent.mkdir(exist_ok=True)
-        file.write_text(toml(design))
+    write_designs(FOLDER, read_tuned())

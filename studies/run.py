@@ -75,7 +75,8 @@ def run_study(name: str, store: Path, work: Path, seconds: float, jobs: int, dev
     pack(folder, store / name)
     done = len(finished(store / name / "run"))
     shard = {"started": started, "seconds": round(spent, 1), "trainings": done - before, "jobs": jobs}
-    describe(store / name, {**shard, "device": device_name(device)})
+    commit = (read_run_json(folder) or {}).get("package_commit")
+    describe(store / name, {**shard, "device": device_name(device), "package_commit": commit})
     print(f"{name}: {done} trainings, {done - before} in this shard, {spent:.0f} s", flush=True)
     return (read_run_json(folder) or {}).get("status") == "done"
 
@@ -139,7 +140,7 @@ def describe(target: Path, shard: dict[str, Any]) -> None:
     info = read_run_json(target / "run") or {}
     file = target / "environment.json"
     shards = [*(json.loads(file.read_text())["shards"] if file.exists() else []), shard]
-    facts = {key: info.get(key) for key in ("status", "versions", "machine", "package_commit", "corpus")}
+    facts = {key: info.get(key) for key in ("status", "versions", "machine", "corpus")}
     study = f"moescope study studies/{target.name}/study.toml --jobs {shard['jobs']}"
     wall = round(sum(one["seconds"] for one in shards), 1)
     write_json(file, {"command": study, **facts, "wall_seconds": wall, "shards": shards})
@@ -261,15 +262,6 @@ def best_of(store: Path, tuned: dict[str, Any], stages: tuple[str, ...]) -> dict
     return {"best": best, "edges": edges}
 
 
-def write_designs(store: Path, tuned: dict[str, Any]) -> None:
-    """Write tuned.json and the files of all studies that have no results yet."""
-    write_json(store / "tuned.json", tuned)
-    for name, design in designs.designs(tuned).items():
-        if not (store / name / "results.parquet").exists():
-            (store / name).mkdir(parents=True, exist_ok=True)
-            (store / name / "study.toml").write_text(designs.toml(design))
-
-
 AFTER = {"tuning_rate": after_rates, "tuning_option": after_options, "tuning_edge": after_edges}
 
 
@@ -316,7 +308,8 @@ def main() -> None:
                 tuned = AFTER[name](store, tuned)
                 print(json.dumps(tuned), flush=True)
                 if not given.smoke:
-                    write_designs(store, tuned)
+                    write_json(store / "tuned.json", tuned)
+                    designs.write_designs(store, tuned)
     finally:
         if given.work is None:
             shutil.rmtree(work, ignore_errors=True)

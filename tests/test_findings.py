@@ -158,7 +158,7 @@ def test_every_table_of_the_results_has_a_figure_and_its_points_are_in_place(
     drawings = [ElementTree.fromstring(svg) for svg in re.findall(r"<svg.*?</svg>", page)]
     titles = [drawing.get("aria-label") for drawing in drawings]
     for word in (
-        "Effect",
+        "H1",
         "minus SPECTRA",
         "loss",
         "overlap",
@@ -219,18 +219,24 @@ def test_a_task_of_lm_eval_and_an_existing_model_are_shown(findings: ModuleType)
     long = pd.DataFrame(
         [
             {**keys, "arm": arm, "seed": seed, "metric": metric, "value": value, "chance": np.nan}
-            for arm, seed, loss, accuracy in rows
-            for metric, value in (("validation_loss", loss), ("task:brackets acc", accuracy))
+            for arm, seed, loss, _ in rows
+            for metric, value in (("validation_loss", loss), ("parameters_active", 2e6))
         ]
     )
-    page = findings.render(template("results.md"), [findings.numbers.from_long(long)])
+    tables = findings.numbers.from_long(long)
+    scores = [{"arm": arm, "seed": seed, "value": accuracy} for arm, seed, _, accuracy in rows]
+    tables["study_tasks"] = pd.DataFrame(scores).assign(
+        task="brackets", metric="acc", documents=40, chance=0.25
+    )
+    page = findings.render(template("results.md"), [tables])
     page = page.replace("\u00a0", " ")
     (base,) = (line for line in page.splitlines() if line.startswith("| dense, upcycled |"))
     gain = np.mean([0.3 / (3.0 + 0.1 * seed) for seed in range(3)])
     assert f"| {100 * gain:.2f} ±" in base
     assert "| not run | 3.1000 ± " in base  # untouched
     assert "dense, upcycled: untouched" in page.replace("SPECTRA", "spectra")
-    assert "| dense, upcycled: spectra | brackets acc | 0.750 ± 0.000 |" in page
+    assert "| dense, upcycled: spectra | 0.750 ± 0.000 (0.250) |" in page
+    assert "2 million active parameters, 40 documents" in page
     assert "lm-eval: not run" not in page
     assert re.search(r"SPECTRA vs. Top-2, dense, upcycled \| 0.3000 ± 0.0000 .* too few seeds", page)
 

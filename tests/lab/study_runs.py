@@ -241,6 +241,7 @@ def study_run(
                     "unused_share": 0.0,
                     "dropped_share": 0.0,
                     "consistency": 0.8,
+                    "consistency_chance": 0.3,
                     "usage_sigma": 0.01,
                     "kendall_tau": 0.5,
                     "tokens_per_second": 20_000.0,

@@ -40,17 +40,20 @@ def test_equal_checkpoints_are_wholly_stable(rows, tmp_path):
 def test_values_are_means_over_layers_and_neighbouring_checkpoints(rows, tmp_path):
     saved = [(step, checkpoint(tmp_path / f"step-{step}", seed=step)) for step in (30, 10, 20)]
     layers = {step: chosen_experts(folder, rows, "cpu") for step, folder in saved}
-    same, tau, sigma = [], [], []
+    same, chance, tau, sigma = [], [], [], []
     for layer in range(2):
         chosen = {step: layers[step][layer][0] for step in layers}
         for a, b in ((10, 20), (20, 30)):
             same.append(routing_consistency(chosen[a], chosen[b]))
+            shares = [usage(chosen[step], 8) / usage(chosen[step], 8).sum() for step in (a, b)]
+            chance.append(2 * (shares[0] * shares[1]).sum())  # two experts per token
             tau.append(rank_correlation(usage(chosen[a], 8).astype(float), usage(chosen[b], 8).astype(float)))
         shares = np.stack([usage(chosen[step], 8) / usage(chosen[step], 8).sum() for step in chosen])
         sigma.append(shares.std(0).mean())
     found = checkpoint_stability(saved, rows, "cpu")
     assert found is not None
     assert found.consistency == pytest.approx(np.mean(same))
+    assert found.consistency_chance == pytest.approx(np.mean(chance))
     assert found.usage_sigma == pytest.approx(np.mean(sigma))
     assert found.kendall_tau == pytest.approx(np.mean(tau))
     assert found.consistency < 0.6, "other first weights route otherwise"

@@ -109,7 +109,7 @@ def test_table_12_ends_with_the_ideal_and_says_what_was_not_run(run: Run):
     assert list(rows)[-1] == "Ideal"
     assert rows["Ideal"] == ["100", "0", "1"]
     assert rows["Hash"] == ["not run"] * 3
-    assert rows["SPECTRA"][0].endswith("(25.0)")
+    assert rows["SPECTRA"][0].endswith("(30.0)")
     assert "Hash: not run" in text_of("results_stability", run)
 
 
@@ -235,7 +235,7 @@ def test_an_unfinished_study_has_no_stars_and_table_7_has_only_shared_seeds(tmp_
     found = tables(ablation)
     rows = {row[0]: row for row in found["results_significance"]["rows"]}
     assert rows["SPECTRA-Full vs. -All"][3:5] == ["none", "unfinished: 6 of 8 seeds"]
-    assert rows["SPECTRA-Full vs. -All"][7] == 6
+    assert rows["SPECTRA-Full vs. -All"][8] == 6
     losses = runs[runs["seed"] < 6].pivot(index="seed", columns="arm", values="validation_loss")
     gain = (losses["spectra-All"] - losses["spectra"]).mean()
     assert rows["SPECTRA-Full vs. -All"][1].startswith(f"{gain:.4f} ± ".replace("-", "−"))
@@ -251,7 +251,7 @@ def test_table_13_counts_failed_trainings_and_names_collapsed_layers(tmp_path: P
     hit = (layers["arm"] == "switch_top1") & (layers["metric"] == "min_over_mean")
     layers.loc[hit & (layers["layer"] == 1), "value"] = 0.0
     write_table("study_layers", layers, run.path / "study_layers.parquet")
-    rows = {row[0]: row[7:] for row in tables(run)["results_significance"]["rows"]}
+    rows = {row[0]: row[8:] for row in tables(run)["results_significance"]["rows"]}
     assert rows["SPECTRA vs. Switch Top-1"] == [5, 3, "6 of 12 layers of switch_top1 collapsed"]
     assert rows["SPECTRA vs. Switch Top-2"] == [7, 1, ""]
 
@@ -270,7 +270,7 @@ def test_a_baseline_of_equal_flops_is_named_with_its_parameters(tmp_path: Path):
 def test_a_study_of_another_kind_may_be_called_tuning(tmp_path: Path):
     named = {**main_arms()[0], "name": "top2 act=gelu"}
     run = study_run(tmp_path / "tuning", arms=[*main_arms(), named])
-    assert "Each training has 300 steps of 2,048 tokens" in text_of("results_hypotheses", run)
+    assert "has 300 steps of 2,048 tokens" in text_of("results_hypotheses", run)
     assert "were tuned" not in text_of("results_hypotheses", run)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import random
 import shutil
 import sys
 import tomllib
@@ -41,6 +42,8 @@ designs = script("designs")
 run = script("run")
 causal = script("causal")
 existing = script("existing")
+continuations = script("continuations")
+report = script("report")
 
 
 def test_every_design_is_a_study_at_both_sizes_and_survives_toml():
@@ -148,6 +151,35 @@ def test_a_study_at_nano_size_runs_as_the_large_one_does(tmp_path: Path):
     assert "effect_alignment" not in metrics["spectra"]  # its router has no rows
     effects = read_parquet(str(tmp_path / "causal" / "run" / "study_effects.parquet"))
     assert effects.groupby(["arm", "seed", "layer"])["expert"].nunique().tolist() == [8] * 8
+
+
+def test_the_continuations_are_choices_of_the_domain_and_one_of_them_follows():
+    words = [" ".join(f"{letter}{at}" for at in range(200)) for letter in "abc"]
+    found = continuations.items(words, random.Random(0))
+    assert len(found) == continuations.ITEMS
+    for one in found:
+        choices = one["choices"]
+        assert len(set(choices)) == continuations.CHOICES
+        follows = [any(f"{one['context']} {choice}" in text for text in words) for choice in choices]
+        assert follows[one["label"]]
+        assert sum(follows) == 1
+    places = np.bincount([one["label"] for one in found])
+    assert places.min() > continuations.ITEMS / continuations.CHOICES / 2
+
+
+def test_the_readmes_are_those_of_the_stored_studies(tmp_path: Path):
+    copy = tmp_path / "studies"
+    kept = ("*.md", "study.toml", "environment.json", "study_runs.parquet")
+    names = {file for pattern in kept for file in STUDIES.glob(f"**/{pattern}")}
+    for file in names:
+        target = copy / file.relative_to(STUDIES)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(file, target)
+    report.write_readmes(copy)
+    for file in sorted(names):
+        if file.suffix == ".md":
+            assert (copy / file.relative_to(STUDIES)).read_text() == file.read_text(), file.name
+    assert set(designs.QUESTIONS) == set(designs.designs({}))
 
 
 STORED = sorted(file.parent.parent for file in STUDIES.glob("*/run/run.json"))

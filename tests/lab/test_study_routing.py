@@ -10,6 +10,7 @@ import torch
 from decoder.tiny_lab import TINY, tiny, trained
 from moescope.decoder.model import LabModel
 from moescope.decoder.vocabulary import Bytes
+from moescope.lab import study_routing
 from moescope.lab.evaluation import DocumentSample
 from moescope.lab.study_routing import Activations, measure_routing, output_orthogonality
 
@@ -158,6 +159,26 @@ def test_output_orthogonality_by_hand():
     with torch.no_grad():
         found = output_orthogonality(block, x)
     assert found == pytest.approx(1 - np.sqrt(squares) / (TINY.experts * np.sqrt(2)), abs=1e-5)
+
+
+def test_outputs_are_compared_for_tokens_of_all_documents_of_trained_domains(monkeypatch):
+    monkeypatch.setattr(study_routing, "OUTPUT_TOKENS", 27)  # two of each of the windows
+    model = model_of("top2").eval()
+    sample = DocumentSample.of(TEXTS, Bytes(), 16)
+    assert 27 // len(sample.windows) == 2
+    layers, _ = measure_routing(model, sample, ("a", "b"), 3, "cpu", "float32")
+    found = layers[layers["metric"] == "output_orthogonality"].set_index("layer")["value"]
+    for block in (one.mlp for one in model.blocks):
+        inputs = []
+        hook = block.register_forward_pre_hook(lambda _, args, inputs=inputs: inputs.append(args[0]))
+        with torch.no_grad():
+            for window in sample.windows:
+                if sample.domains[window.document] != "new":
+                    model(torch.from_numpy(window.tokens[:-1])[None])
+            kept = [x[[len(x) // 4, 3 * len(x) // 4]] for x in inputs]
+            expected = output_orthogonality(block, torch.cat(kept))
+        hook.remove()
+        assert found[block.layer] == pytest.approx(expected, abs=1e-6)
 
 
 def test_equal_experts_score_what_equal_rows_score():

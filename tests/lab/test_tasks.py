@@ -1,4 +1,4 @@
-"""train --base --tasks: lm-eval on the base and on the trained model, with tasks that lie in a folder."""
+"""lm-eval on a base and its result (train --base --tasks) and on the trainings of a study."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ import json
 import re
 import subprocess
 import sys
+import tomllib
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -13,10 +15,14 @@ import torch
 from transformers import AutoModelForCausalLM
 
 import moescope
+from decoder.tiny_lab import tiny, trained
 from lab.existing_models import saved
 from lab.test_existing import settings
+from lab.tiny_study import write_study
+from moescope.decoder.saving import load_model
+from moescope.decoder.vocabulary import Bytes
 from moescope.errors import BadInput
-from moescope.lab.tasks import load_tasks, paired_error
+from moescope.lab.tasks import harness_model, load_tasks, paired_error, score_tasks
 from moescope.verb import Selection
 
 CHOICES = [" up", " in", " at", " by", " of", " on"]
@@ -152,3 +158,85 @@ def test_a_metric_that_is_no_mean_over_documents_has_no_paired_error():
 def test_a_name_that_lm_eval_does_not_know_is_one_line_with_the_nearest(here):
     with pytest.raises(BadInput, match=r"near: .*hellaswag"):
         load_tasks("helaswag")
+
+
+# --- studies
+
+
+def lab_log_likelihood(model, context: str, text: str) -> float:
+    whole = (context + text).encode()
+    with torch.no_grad():
+        log_p = model(torch.tensor([list(whole)])).logits_BLV[0].double().log_softmax(-1)
+    return sum(float(log_p[at - 1, whole[at]]) for at in range(len(context.encode()), len(whole)))
+
+
+def test_a_study_scores_every_training_as_its_own_log_likelihoods_do(here):
+    tasks = write_task(here)
+    config = tomllib.loads(write_study(here).read_text())
+    del config["arms"]["broken"]
+    run = moescope.study({**config, "tasks": "tasks"}, out=here / "study", quiet=True)
+    found = run.table("study_tasks")
+    assert list(found["documents"].unique()) == [40]
+    assert found["chance"].to_numpy() == pytest.approx(1 / len(CHOICES))
+    for row in found.itertuples():
+        training = here / "study" / "trainings" / f"{row.arm}-seed-{row.seed}"
+        model, _ = load_model(training / "checkpoints" / "step-6", "cpu")
+        model.eval()
+        sums = [
+            [lab_log_likelihood(model, one["question"], choice) for choice in one["choices"]]
+            for one in documents()
+        ]
+        right = [float(np.argmax(of) == one["label"]) for of, one in zip(sums, documents(), strict=True)]
+        assert row.value == pytest.approx(np.mean(right))
+    assert found["value"].nunique() > 1
+    assert (tasks / "letters.yaml").exists()
+    again = moescope.study({**config, "tasks": "tasks"}, out=here / "study", quiet=True)
+    assert again.table("study_tasks").equals(found)
+
+
+def test_tasks_of_a_study_that_cannot_be_loaded_are_one_line_before_any_training(here):
+    study = write_study(here)
+    for tasks, said in (('"nothing.yaml"', "nothing.yaml"), ("3", "tasks must be text")):
+        file = here / "bad.toml"
+        file.write_text(f"tasks = {tasks}\n{study.read_text()}")
+        command = [sys.executable, "-m", "moescope", "study", str(file), "--out", "bad"]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        assert done.returncode == 2
+        (line,) = done.stderr.strip().splitlines()
+        assert said in line
+        assert "--tasks" not in line
+        assert not (here / "bad").exists()
+
+
+def test_a_group_of_a_folder_is_loaded_with_its_tasks(here):
+    tasks = write_task(here)
+    write_task(here, "again")
+    group = {"group": "both", "task": ["letters", "again"], "aggregate_metric_list": [{"metric": "acc"}]}
+    (tasks / "both.yaml").write_text(json.dumps(group))
+    frame = score_tasks(str(tasks), trained(tiny("top2", vocabulary=258)), Bytes(), 4, "cpu", "float32")
+    values = frame.set_index("task")["value"]
+    assert values["both"] == pytest.approx((values["letters"] + values["again"]) / 2)
+    assert frame.set_index("task")["chance"].to_numpy() == pytest.approx(1 / len(CHOICES))
+
+
+def test_a_lab_model_scores_long_texts_in_windows_and_generates_nothing():
+    model = trained(tiny("top2", vocabulary=258)).eval()
+    harness = harness_model(model, Bytes(), 4, "cpu", "float32")
+    longest = model.config.max_positions
+    text = "the quick brown fox " * (longest // 8)
+    request = SimpleNamespace(args=(text,), task_name="poems")
+    (rolling,) = harness.loglikelihood_rolling([request])
+    ids, total = [Bytes().end, *text.encode()], 0.0
+    for first in range(0, len(ids) - 1, longest):  # the last window is filled with context from before it
+        last = min(first + longest, len(ids) - 1)
+        window = ids[max(last - longest, 0) : last + 1]
+        with torch.no_grad():
+            log_p = model(torch.tensor([window[:-1]])).logits_BLV[0].double().log_softmax(-1)
+        total += sum(
+            float(log_p[at, window[at + 1]])
+            for at in range(len(window) - 1 - (last - first), len(window) - 1)
+        )
+    assert len(ids) > 2 * longest
+    assert rolling == pytest.approx(total, rel=1e-5)
+    with pytest.raises(BadInput, match="poems"):
+        harness.generate_until([request])

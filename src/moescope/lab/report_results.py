@@ -52,7 +52,9 @@ PARTS = {  # component of the overhead table -> row of the published one
     "top_k": "Top-k selection",
     "experts": "Expert execution",
 }
-BASES = ("dense small, upcycled", "dense medium, upcycled", "existing MoE")
+KEPT_ROUTER = "Top-2 continues the base's own trained router, SPECTRA starts untrained"
+EXISTING_MOE = "existing MoE"
+BASES = ("dense small, upcycled", "dense medium, upcycled", EXISTING_MOE)
 NO_HARNESS = "Tasks of lm-eval: not run, as no study on this page names tasks."
 MANY_COLLAPSED = 0.1  # of an arm's layers
 SETTLED = 0.2  # of the steps; the fall of the loss before them hides all differences
@@ -102,10 +104,10 @@ def claims_table(name: str, title: str, head: str, found: list[Claim]) -> Payloa
     heads: Heads = [
         ("claim", head, "sentence"),
         ("verdict", "verdict", "text"),
-        ("number", "number that decides", "text"),
+        ("number", "estimate ± 95 %", "text"),
         ("study_comparisons.p_adjusted", "p, Holm", "text"),
         ("seeds", "seeds", "int"),
-        ("measure", "what it is", "sentence"),
+        ("measure", "measure", "sentence"),
     ]
     rows = [
         [
@@ -143,10 +145,34 @@ def arms_section(results: Results, subject: str) -> Section:
 
 
 def effects_section(results: Results) -> Section:
-    text = "Every expert removed in turn, in evaluation. No relation: 0."
+    tables = results.effects
+    text = "Every expert removed in turn, in evaluation. No relation: 0. Load is the control: not tested."
     text = f"{numbers.WHOSE[EFFECTS]} {text} {family(results)}"
     table = claims_table("results_effects", "Effect of removing experts", "claim", effect_claims(results))
-    return section("effects", EFFECTS, text, table)
+    pairs = numbers.predicted_effects(tables)
+    arms = list(dict.fromkeys(arm for arm, _ in pairs))
+    heads: Heads = [("predictor", "predictor", "text"), *((arm, arm, "text") for arm in arms)]
+    rows = [
+        [
+            predictor_title(metric),
+            *(
+                cell(numbers.layer_value(tables, arm, metric), 2, chance=False)
+                if (arm, metric) in pairs
+                else "no rows"
+                for arm in arms
+            ),
+        ]
+        for metric in dict.fromkeys(metric for _, metric in pairs)
+    ]
+    rows += [["ceiling", *(f"{numbers.effect_ceiling(tables, arm):.2f}" for arm in arms)]] if rows else []
+    title = "Rank correlation with the effect, by router"
+    by_router = [plain_table("results_predictors", title, heads, rows)] if rows else []
+    return section("effects", EFFECTS, text, table, *by_router)
+
+
+def predictor_title(metric: str) -> str:
+    """Return "alignment given load" of "effect_alignment_given_load"."""
+    return metric.removeprefix(numbers.EFFECT).replace("_", " ")
 
 
 def family(results: Results) -> str:
@@ -169,6 +195,7 @@ def sources(results: Results) -> str:
         "base models": results.bases,
         "sweep": results.sweep,
         "removed experts": results.effects,
+        "tasks": results.tasks,
     }
     named = []
     for part, tables in parts.items():
@@ -186,6 +213,7 @@ def significance_section(results: Results) -> Section:
         ("study_comparisons.p_adjusted", "p, Holm", "text"),
         ("significant", "significant", "text"),
         ("hedges_g", "Hedges' g", "float"),
+        ("flops", "FLOPs over SPECTRA's", "float"),
         ("gap_closure", "gap closure", "text"),
         ("seeds", "seeds", "int"),
         ("failed", "failed trainings", "int"),
@@ -204,10 +232,11 @@ def significance_section(results: Results) -> Section:
                 (p_text(one.p_adjusted) or "none") if one else NOT_RUN,
                 numbers.stars(one),
                 one.hedges_g if one else None,
+                flops_ratio(results, arm) if one else None,
                 (cell(closure, 2, chance=False) if closure else gap) if arm == DENSE_ACTIVE else "",
                 one.seeds if one else None,
                 one.failed if one else None,
-                collapse_note(results, arm) if one else "",
+                comparison_note(results, arm) if one else "",
             ]
         )
     text = (
@@ -239,8 +268,24 @@ def more_parameters(tables: Tables) -> str:
     return f" ({wide / method:.3g} times the parameters)" if wide > 0 and method > 0 else ""
 
 
-def collapse_note(results: Results, arm: str) -> str:
-    """Say that many layers of an arm collapsed: a comparison with it is one with a failed router."""
+def flops_ratio(results: Results, arm: str) -> float | None:
+    """Return the FLOPs per token of the arm over those of the method, in the study that compares them."""
+    pairs = [
+        (results.main, arm, METHOD),
+        (results.ablation, arm, METHOD),
+        (results.bases, f"{arm}: {BASELINE}", f"{arm}: {METHOD}"),
+    ]
+    for tables, other, method in pairs:
+        flops = [numbers.by_seed(tables, name, "flops_per_token").mean() for name in (other, method)]
+        if flops[0] > 0 and flops[1] > 0:
+            return float(flops[0] / flops[1])
+    return None
+
+
+def comparison_note(results: Results, arm: str) -> str:
+    """Say what else differs: a router that was trained before, or many layers that collapsed."""
+    if arm == EXISTING_MOE:
+        return KEPT_ROUTER
     found = numbers.collapse_rate(results.main, arm) or numbers.collapse_rate(results.ablation, arm)
     if found is None or found.rate < MANY_COLLAPSED:
         return ""
@@ -342,7 +387,9 @@ def baseline_cells(results: Results, arm: str) -> list[str]:
 
 def task_values(tables: Tables) -> dict[str, dict[str, Estimate]]:
     """Return "task, metric" -> arm -> value, groups of tasks first."""
-    rows = tables.get("study_tasks", pd.DataFrame(columns=["task", "metric", "documents"]))
+    rows = tables.get("study_tasks")
+    if rows is None:
+        return {}
     groups = rows.assign(single=rows["documents"].notna())
     groups = groups.sort_values(["single", "task", "metric"], kind="stable")
     found: dict[str, dict[str, Estimate]] = {}
@@ -375,7 +422,7 @@ def variants_section(tables: Tables) -> Section:
         ("variant", "variant", "text"),
         ("load_entropy", "expert entropy ± 95 % (balanced)", "text"),
         ("expert_overlap", "expert overlap, % (chance)", "text"),
-        ("output_orthogonality", "Gram orthogonality × 100 (chance)", "text"),
+        ("output_orthogonality", "orthogonality of outputs × 100 (chance)", "text"),
         ("collapse_rate", "collapse rate", "text"),
     ]
     rows = []
@@ -516,7 +563,10 @@ def bases_section(tables: Tables) -> Section:
         ]
         rows.append([base, *cells, cell(gain, 2, 100.0, chance=False)])
     lacking = reasons(tables, arms) if bases else NO_BASES
-    text = f"Loss on held-out text in nats per token, after training the router. {lacking}"
+    text = (
+        "Loss on held-out text in nats per token, after training routers and experts; trained on: the base "
+        f"itself, trained as long. In an existing MoE {KEPT_ROUTER}. {lacking}"
+    )
     table = plain_table("results_bases", "Table 10: base models", heads, rows)
     return section("bases", "Base models", text.strip(), table)
 
@@ -527,7 +577,7 @@ def experts_section(tables: Tables) -> Section:
         (BASELINE, "Switch Top-2, loss ± 95 %", "text"),
         (METHOD, "SPECTRA, loss ± 95 %", "text"),
         ("load_entropy", "expert entropy of SPECTRA (balanced)", "text"),
-        ("output_orthogonality", "Gram orthogonality × 100 (chance)", "text"),
+        ("output_orthogonality", "orthogonality of outputs × 100 (chance)", "text"),
     ]
     counts = numbers.axis_values(tables, "experts") if tables else []
     rows: list[list[Any]] = []
@@ -561,6 +611,7 @@ def sweep_section(tables: Tables) -> Section:
         ("cv", "CV of the worst layer (chance)", "text"),
         ("reaches", f"CV < {TARGET_CV:g}", "text"),
         ("study_runs.validation_loss", "loss ± 95 %", "text"),
+        ("seeds", "seeds", "int"),
     ]
     runs = numbers.trainings(tables)
     rows = []
@@ -568,11 +619,14 @@ def sweep_section(tables: Tables) -> Section:
         worst = numbers.worst_cv(tables, arm)
         reaches = absent(tables, arm) or (("yes" if worst.mean < TARGET_CV else "no") if worst else "")
         loss = arm_cell(tables, arm, numbers.run_value(tables, arm, "validation_loss"), 4)
-        rows.append([arm, arm_cell(tables, arm, worst), reaches, loss])
-    text = "One option at a time, in evaluation, means over seeds; no test. "
+        rows.append([arm, arm_cell(tables, arm, worst), reaches, loss, worst.seeds if worst else None])
+    text = "One option at a time, in evaluation, where no quota acts; means over seeds, no test. "
+    done, planned = numbers.completed(tables) if tables else (0, 0)
+    if done < planned:
+        text += f"Unfinished: {done} of {planned} trainings; only seeds that all settings have are shown. "
     if not rows:
         rows, text = (
-            [["SPECTRA", NOT_RUN, NOT_RUN, NOT_RUN]],
+            [["SPECTRA", NOT_RUN, NOT_RUN, NOT_RUN, None]],
             text + "Not run: no study on this page has a sweep.",
         )
     table = plain_table("results_sweep", "Options of SPECTRA and load balance", heads, rows)
@@ -603,8 +657,7 @@ def stability_section(tables: Tables) -> Section:
     heads += [("study_layers.metric", FFN[name], "text") for name in measured]
     rows = []
     for title, arm in ROUTERS:
-        level = by_size(tables, arm)
-        consistency = numbers.over_seeds(numbers.by_seed(tables, arm, "consistency"), level)
+        consistency = numbers.run_value(tables, arm, "consistency", "consistency_chance")
         rows.append(
             [
                 title,
@@ -616,8 +669,8 @@ def stability_section(tables: Tables) -> Section:
         )
     rows.append(["Ideal", "100", "0", "1", *[""] * len(measured)])
     text = (
-        "Between the last checkpoints, means over layers and seeds. Chance of consistency: k/n, for even "
-        "loads. With even loads the order of experts is noise, so a low τ is no defect. "
+        "Between the last checkpoints, means over layers and seeds. Chance of consistency: independent "
+        "choices with the same loads. With even loads the order of experts is noise: a low τ is no defect. "
         + (
             "FFN outputs: mean over layers in evaluation, brackets: of Gaussian outputs. "
             if measured
@@ -627,9 +680,3 @@ def stability_section(tables: Tables) -> Section:
     )
     table = plain_table("results_stability", "Table 12: stability over checkpoints", heads, rows)
     return section("stability", "Stability", text.strip(), table)
-
-
-def by_size(tables: Tables, arm: str) -> float:
-    """Return k/n of the arm."""
-    k, n = (numbers.by_seed(tables, arm, name) for name in ("top_k", "n_experts"))
-    return float(k.iloc[0] / n.iloc[0]) if len(k) and len(n) else math.nan

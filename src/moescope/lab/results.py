@@ -39,7 +39,7 @@ VARIANTS = [  # row, arm, whether the hypothesis on components names it
     ("-All", f"{METHOD}-All", False),
 ]
 EFFECT, GIVEN_LOAD = "effect_", "_given_load"  # metrics of study_layers
-PREDICTORS = ("alignment", "ambiguity")
+PREDICTORS = {"alignment": 1, "ambiguity": -1}  # sign of the expected correlation
 EQUAL_FLOPS = f"{BASELINE}_flops"
 ARM_CLAIMS = {  # subject -> claim, the arm that is better by it, the other
     "Hash routing": [
@@ -58,7 +58,7 @@ ARM_CLAIMS = {  # subject -> claim, the arm that is better by it, the other
     ],
 }
 WHOSE = {  # subject -> who claims it
-    "SPECTRA": "Claims of the routing paper.",
+    "SPECTRA": "Claims of the routing paper, tested with our own implementation of its router.",
     "Hash routing": "Our own claims; no paper's.",
     "SoME": "The claims on the number of experts and on keys are the SoME paper's; the others are our own.",
     "Removing experts": "Our own claims; no paper's.",
@@ -435,7 +435,7 @@ def tested_numbers(results: Results) -> dict[Key, Tested]:
         ("bases", base): gain(results.bases, f"{base}: {METHOD}", f"{base}: {BASELINE}")
         for base in base_models(results.bases)
     }
-    consistency = (by_seed(main, arm, "consistency") for arm in both)
+    consistency = (consistency_beyond_chance(main, arm) for arm in both)
     sizes = tuple(dict.fromkeys(trainings(results.sizes)["arm"]))
     found |= {
         ("H2",): Tested(layer_difference(main, "output_orthogonality"), main, both),
@@ -446,10 +446,10 @@ def tested_numbers(results: Results) -> dict[Key, Tested]:
     for tables in results.others:
         name = study_name(tables)
         found |= {(name, arm, other): gain(tables, arm, other) for arm, other in PAIRS}
-    found |= {
-        ("effect", arm, metric): Tested(layer_means(results.effects, arm, metric), results.effects, (arm,))
-        for arm, metric in predicted_effects(results.effects)
-    }
+    for metric, arms in tested_predictors(results.effects).items():
+        found["effect", metric] = Tested(
+            predictor_correlation(results.effects, arms, metric), results.effects, tuple(arms)
+        )
     return found
 
 
@@ -481,6 +481,35 @@ def predicted_effects(tables: Tables) -> list[tuple[str, str]]:
     rows = tables.get("study_layers", pd.DataFrame(columns=["arm", "metric"]))
     rows = rows.loc[rows["metric"].str.startswith(EFFECT), ["arm", "metric"]].drop_duplicates()
     return [(arm, metric) for metric, arm in sorted(zip(rows["metric"], rows["arm"], strict=True))]
+
+
+def tested_predictors(tables: Tables) -> dict[str, list[str]]:
+    """Return metric -> arms of the predictors that claims name. Load, their control, is not tested."""
+    found: dict[str, list[str]] = {}
+    for arm, metric in predicted_effects(tables):
+        if metric.removeprefix(EFFECT).partition(GIVEN_LOAD)[0] in PREDICTORS:
+            found.setdefault(metric, []).append(arm)
+    return found
+
+
+def predictor_correlation(tables: Tables, arms: list[str], metric: str) -> pd.Series:
+    """Return the mean correlation over arms by seed, positive where it has the expected sign."""
+    sign = PREDICTORS[metric.removeprefix(EFFECT).partition(GIVEN_LOAD)[0]]
+    return sign * pd.concat([layer_means(tables, arm, metric) for arm in arms], axis=1).mean(axis=1)
+
+
+def effect_ceiling(tables: Tables, arm: str) -> float:
+    """Return the largest correlation that the noise of the effects allows: √(2r/(1 + r)).
+
+    r is the mean rank correlation, over seeds and layers, of the effects on two halves of the documents.
+    """
+    rows = tables.get("study_effects")
+    rows = None if rows is None else rows[(rows["arm"] == arm) & rows["half_a"].notna()]
+    if rows is None or rows.empty:
+        return math.nan
+    halves = rows.groupby(["seed", "layer"])[["half_a", "half_b"]]
+    r = float(halves.apply(lambda one: one["half_a"].corr(one["half_b"], "spearman")).mean())
+    return math.sqrt(2 * r / (1 + r)) if r > 0 else math.nan
 
 
 def loss_gain(tables: Tables, arm: str, other: str) -> pd.Series:
@@ -543,7 +572,7 @@ def mixed_documents(tables: Tables, arm: str) -> tuple[Estimate, Estimate, Estim
     kept = rows["kept_other"] - rows["kept_same"]
     found = [
         over_seeds(values.groupby(rows["seed"]).mean(), level)
-        for values, level in (((lost > 0).astype(float), 0.5), (lost, 0.0), (kept, 0.0))
+        for values, level in (((lost > 0).astype(float), math.nan), (lost, 0.0), (kept, 0.0))
     ]
     first, second, third = (one or Estimate(math.nan, math.nan, 0) for one in found)
     return first, second, third
@@ -553,7 +582,7 @@ def turnover(tables: Tables, arm: str) -> pd.DataFrame | None:
     """Return per seed: the change of usage between logged steps, early and late, mean over layers.
 
     Change: half the sum over experts of |share − share before|. Early is the first tenth of the steps, at
-    least two logged ones; late the last half.
+    least the first change; late the last half.
     """
     rows = tables.get("study_usage")
     rows = None if rows is None else rows[rows["arm"] == arm]
@@ -565,7 +594,7 @@ def turnover(tables: Tables, arm: str) -> pd.DataFrame | None:
     if len(by_step) < 4:
         return None
     last = int(rows["step"].max())
-    early = by_step[(by_step.index <= EARLY * last) | (by_step.index <= by_step.index[1])]
+    early = by_step[(by_step.index <= EARLY * last) | (by_step.index == by_step.index[0])]
     return pd.DataFrame({"early": early.mean(), "late": by_step[by_step.index > last / 2].mean()})
 
 
@@ -603,6 +632,15 @@ def unseen_bits(tables: Tables, arm: str) -> dict[str, Estimate]:
 def layer_difference(tables: Tables, metric: str) -> pd.Series:
     """Return the method's mean over layers minus the baseline's, by seed."""
     return layer_means(tables, METHOD, metric) - layer_means(tables, BASELINE, metric)
+
+
+def consistency_beyond_chance(tables: Tables, arm: str) -> pd.Series:
+    """Return (c − e)/(1 − e) by seed: c the consistency, e that of independent choices with these loads.
+
+    Uneven loads alone make choices agree.
+    """
+    same, chance = (by_seed(tables, arm, name) for name in ("consistency", "consistency_chance"))
+    return ((same - chance) / (1 - chance)).dropna()
 
 
 def block_milliseconds(tables: Tables, router: str) -> float | None:

@@ -25,15 +25,21 @@ from moescope.lab.results import (
     block_milliseconds,
     by_seed,
     compared_arms,
+    consistency_beyond_chance,
+    effect_ceiling,
+    layer_means,
     layer_value,
-    predicted_effects,
-    run_value,
+    loss_gain,
+    over_seeds,
     study_name,
+    tested_predictors,
 )
 from moescope.lab.results_conditions import setting
 from moescope.lab.study_statistics import MIN_SEEDS
-from moescope.plotting.style import capital, counted
+from moescope.plotting.style import counted
 from moescope.verb import Tables
+
+FEWEST = 20  # documents from which a claim about the outputs of experts rests
 
 
 @dataclass(frozen=True)
@@ -54,20 +60,26 @@ def hypotheses(results: Results) -> list[Claim]:
     found, both = results.tests, missing(METHOD, BASELINE)
     main = results.main
     return [
-        judge(
-            "H1",
-            "SPECTRA predicts better than Switch routing",
-            "loss of Switch Top-2 minus SPECTRA (nats per token)",
-            found["main", BASELINE],
-            both,
+        beside_repeat(
+            judge(
+                "H1",
+                "SPECTRA predicts better than Switch routing",
+                "loss of Switch Top-2 minus SPECTRA (nats per token)",
+                found["main", BASELINE],
+                both,
+            ),
+            results,
         ),
         beside_all_routers(
-            judge(
-                "H2",
-                "Experts of SPECTRA are more distinct",
-                "orthogonality of expert outputs, SPECTRA minus Switch Top-2 (overlap is nearly fixed by k)",
-                found["H2",],
-                both,
+            enough_text(
+                judge(
+                    "H2",
+                    "Experts of SPECTRA are more distinct",
+                    f"orthogonality of expert outputs{output_text(main)}, SPECTRA minus Switch Top-2",
+                    found["H2",],
+                    both,
+                ),
+                main,
             ),
             main,
             lambda arm: layer_value(main, arm, "output_orthogonality"),
@@ -76,12 +88,12 @@ def hypotheses(results: Results) -> list[Claim]:
             judge(
                 "H3",
                 "SPECTRA routes more consistently",
-                "routing consistency between checkpoints, SPECTRA minus Switch Top-2",
+                "routing consistency between checkpoints, corrected for chance, SPECTRA minus Switch Top-2",
                 found["H3",],
                 both + ", with several checkpoints",
             ),
             main,
-            lambda arm: run_value(main, arm, "consistency"),
+            lambda arm: over_seeds(consistency_beyond_chance(main, arm)),
         ),
         cost(results),
         components(found),
@@ -116,15 +128,28 @@ def arm_claims(results: Results, subject: str) -> list[Claim]:
 
 
 def effect_claims(results: Results) -> list[Claim]:
-    """Return the claims on what predicts the effect of removing an expert, per router and predictor."""
-    found, claims = results.tests, []
-    measure = "rank correlation with the effect within layers, mean over layers (experts permuted: zero)"
+    """Return the claims on what predicts the effect of removing an expert, over all routers with rows."""
+    tables, claims = results.effects, []
     needs = "needs a study that removes every expert"
-    for arm, metric in predicted_effects(results.effects) or [("", name) for name in PREDICTORS]:
+    tested = tested_predictors(tables)
+    for metric in tested or [f"{EFFECT}{name}" for name in PREDICTORS]:
         predictor, given, _ = metric.removeprefix(EFFECT).partition(GIVEN_LOAD)
-        claim = f"{capital(predictor)} predicts the effect of removing an expert"
-        claim += ", beyond what load predicts" if given else ""
-        claims.append(judge(arm, claim, measure, found.get(("effect", arm, metric)), needs))
+        claim = f"Experts of {'higher' if PREDICTORS[predictor] > 0 else 'lower'} {predictor} matter more"
+        claim += ", also at equal load" if given else ""
+        arms = tested.get(metric, [])
+        measure = (
+            f"rank correlation of {'' if PREDICTORS[predictor] > 0 else 'minus '}{predictor} with the effect "
+            "of removing the expert, within layers; mean over layers and routers (experts permuted: zero)"
+        )
+        one = judge("", claim, measure, results.tests.get(("effect", metric)), needs)
+        parts = [one.why] if one.why else []
+        if one.number:
+            values = {arm: layer_means(tables, arm, metric).mean() for arm in arms}
+            parts.append("by router: " + ", ".join(f"{arm} {value:.2f}" for arm, value in values.items()))
+            ceilings = {arm: effect_ceiling(tables, arm) for arm in arms}
+            known = [f"{arm} {value:.2f}" for arm, value in ceilings.items() if value == value]
+            parts += [f"most that the noise of the effects allows: {', '.join(known)}"] if known else []
+        claims.append(replace(one, why="; ".join(parts).replace("-", "−")))
     return claims
 
 
@@ -155,6 +180,30 @@ def missing(*arms: str) -> str:
     return f"needs finished trainings of {' and '.join(arms)}"
 
 
+def output_text(tables: Tables) -> str:
+    """Say of how much text the outputs are, where that is known."""
+    counts = by_seed(tables, METHOD, "output_documents")
+    return f" for tokens of {counted(int(counts.min()), 'document')}" if len(counts) else ""
+
+
+def enough_text(claim: Claim, tables: Tables) -> Claim:
+    """Leave a claim undecided if the outputs of experts are for tokens of few documents."""
+    counts = by_seed(tables, METHOD, "output_documents")
+    if claim.verdict not in (CONFIRMED, REFUTED) or not len(counts) or counts.min() >= FEWEST:
+        return claim
+    return replace(claim, verdict=UNDECIDED, why=f"significant, but {output_text(tables).strip()} only")
+
+
+def beside_repeat(claim: Claim, results: Results) -> Claim:
+    """Add the same difference in the study of ablations, which trains both arms again."""
+    repeated = over_seeds(loss_gain(results.ablation, METHOD, BASELINE).dropna())
+    if claim.number is None or repeated is None or results.ablation is results.main:
+        return claim
+    found = f"{repeated.mean:.3f} ± {repeated.half:.3f}".replace("-", "−")
+    text = f"trained again in {study_name(results.ablation)}: {found} (not corrected)"
+    return replace(claim, why="; ".join(part for part in (claim.why, text) if part))
+
+
 def beside_all_routers(claim: Claim, tables: Tables, value: Callable[[str], Estimate | None]) -> Claim:
     """Add the values of all routers, and the learning rates of the two that are compared."""
     known = {arm: found.mean for arm in compared_arms(tables) if (found := value(arm))}
@@ -177,8 +226,8 @@ def cost(results: Results) -> Claim:
     """
     claim = "SPECTRA costs about as much as Switch routing"
     measure = (
-        "FLOPs per token (counted) and time of one block alone on the device, not compiled, each over that "
-        "of Switch Top-2 (similar: at most a tenth more); no test"
+        "FLOPs per token of the whole model (counted) and time of one block alone on the device, not "
+        "compiled, each over that of Switch Top-2 (similar: at most a tenth more); counts, no test"
     )
     flops, baseline = (by_seed(results.main, arm, "flops_per_token").mean() for arm in (METHOD, BASELINE))
     if not (flops > 0 and baseline > 0):
@@ -210,7 +259,7 @@ def block_ratio(results: Results) -> float | None:
 def components(found: Tests) -> Claim:
     """Each component that the hypothesis names: its removal makes the loss worse."""
     named = {title: found["ablation", arm] for title, arm, component in VARIANTS if component}
-    measure = "smallest gain of a component: loss without it minus loss with it (nats per token)"
+    measure = "smallest gain of a component that H5 names: loss without minus loss with it (nats per token)"
     claim = "Each component lowers the loss"
     known = {title: one for title, one in named.items() if one}
     if len(known) < len(named):
@@ -220,7 +269,7 @@ def components(found: Tests) -> Claim:
     if smallest.unfinished:
         return Claim("H5", claim, measure, smallest, f"smallest gain: {title}", smallest.unfinished)
     worse = sum(one.mean > 0 and one.significant for one in known.values())
-    why = f"{worse} of {len(known)} removals make it worse; smallest gain: {title}"
+    why = f"{worse} of {len(known)} removals make it significantly worse; smallest gain: {title}"
     if any(one.seeds < MIN_SEEDS for one in known.values()):
         return Claim("H5", claim, measure, smallest, f"{why}; too few seeds to claim anything")
     if any(one.mean < 0 and one.significant for one in known.values()):

@@ -8,7 +8,7 @@ from typing import Any
 
 import pandas as pd
 
-from moescope.lab.results import Results, by_seed, compared_arms, trainings
+from moescope.lab.results import Results, by_seed, compared_arms, study_name, trainings
 from moescope.plotting.style import counted, listed
 from moescope.reporting.untrusted import plot_words
 from moescope.verb import Tables
@@ -106,7 +106,8 @@ def untrained_combinations(results: Results) -> list[str]:
 
 def conditions(results: Results) -> str:
     """Return one paragraph on the length of trainings and on tuning; empty if nothing is known."""
-    return " ".join(part for part in (length(results.main), tuned(results)) if part)
+    parts = (length(results.main), other_lengths(results), tuned(results))
+    return " ".join(part for part in parts if part)
 
 
 def length(tables: Tables) -> str:
@@ -116,7 +117,11 @@ def length(tables: Tables) -> str:
     if not lengths:
         return ""
     words = listed([f"{steps:,.0f} steps of {tokens:,.0f} tokens" for steps, tokens in sorted(lengths)])
-    text = f"Each training has {words}"
+    text = (
+        f"Each training of {study_name(tables)} has {words}"
+        if study_name(tables)
+        else f"Trainings have {words}"
+    )
     slopes = [float(-by_seed(tables, arm, "loss_slope").mean()) for arm in arms]
     slopes = sorted(slope for slope in slopes if slope == slope)
     if slopes and slopes[0] > 0:
@@ -125,6 +130,24 @@ def length(tables: Tables) -> str:
             "so these are short trainings, and the order of routers may change in longer ones"
         )
     return f"{text}."
+
+
+def other_lengths(results: Results) -> str:
+    """Name the studies whose trainings have other numbers of steps than those of the main one."""
+    own = steps_of(results.main)
+    parts = (results.ablation, results.experts, results.sizes, results.bases, results.sweep, results.effects)
+    others = {study_name(one): steps_of(one) for one in parts if one and steps_of(one) != own}
+    words = [
+        f"{name} {listed([f'{steps:,.0f}' for steps in found])}"
+        for name, found in others.items()
+        if name and found
+    ]
+    return f"Steps of other studies: {', '.join(words)}." if words else ""
+
+
+def steps_of(tables: Tables) -> list[float]:
+    arms = dict.fromkeys(trainings(tables)["arm"])
+    return sorted({steps for arm in arms if (steps := setting(tables, arm, "steps"))}, reverse=True)
 
 
 def tuned(results: Results) -> str:
