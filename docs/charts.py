@@ -234,9 +234,9 @@ def scaled(one: Estimate | None, scale: float) -> Estimate | None:
 
 
 def outlier(known: list[Estimate]) -> Estimate | None:
-    """Return the value so far from all others, five or more, that beside it they would look alike."""
+    """Return the value so far from all others, four or more, that beside it they would look alike."""
     ordered = sorted(known, key=lambda one: one.mean)
-    if len(ordered) < 6:
+    if len(ordered) < 5:
         return None
     for far, others in ((ordered[-1], ordered[:-1]), (ordered[0], ordered[1:])):
         span = others[-1].mean - others[0].mean

@@ -157,14 +157,15 @@ CLAIMS: dict[str, Callable[[Results], list[Claim]]] = {
 def claims_table(claims: list[Claim]) -> str:
     rows = []
     for one in claims:
-        evidence = [f"{one.measure}: {one.counts or estimate_text(one.number, 4, chance=False)}"]
+        number = one.counts or estimate_text(one.number, 4, chance=False)
+        words = ""
         if one.number:
             p = one.number.p_adjusted
-            evidence += [f"p (Holm) {p_text(p)}"] if math.isfinite(p) else []
-            evidence.append(counted(one.number.seeds, "seed"))
-        evidence += [one.why] if one.why else []
+            words = f", p (Holm) {p_text(p)}" if math.isfinite(p) else ""
+            words += f", {counted(one.number.seeds, 'seed')}"
+        evidence = cell(f"{words}: {one.measure}" + (f"; {one.why}" if one.why else ""))
         title = f"{one.name}: {one.claim}" if one.name else one.claim
-        rows.append((cell(title), one.verdict, cell("; ".join(evidence))))
+        rows.append((cell(title), one.verdict, f"**{number}**{evidence}"))
     return table(("claim", "verdict", "evidence"), rows)
 
 
@@ -172,11 +173,12 @@ def counts_table(results: Results) -> str:
     """Return published claims that a count decides, without a test."""
     routers = {arm: numbers.collapse_rate(results.main, arm) for arm in numbers.compared_arms(results.main)}
     collapse = [f"{arm} {one.collapsed} of {one.layers}" for arm, one in routers.items() if one]
-    worst = [numbers.worst_cv(results.sweep, arm) for arm in numbers.finished_arms(results.sweep)]
-    known = [one.mean for one in worst if one]
+    arms = numbers.finished_arms(results.sweep)
+    worst = [one for arm in arms if (one := numbers.worst_cv(results.sweep, arm))]
+    known = [one.mean for one in worst]
     reached = sum(value < TARGET_CV for value in known)
     balance = f"{reached} of {len(known)} below {TARGET_CV:g}; lowest {min(known):.3g}" if known else NOT_RUN
-    if known and (unfinished := numbers.progress(results.sweep, 0)):
+    if known and (unfinished := numbers.progress(results.sweep, min(one.seeds for one in worst))):
         balance += f" ({unfinished})"
     rows = [
         ("Experts do not collapse", f"collapsed layers over all seeds: {'; '.join(collapse) or NOT_RUN}"),

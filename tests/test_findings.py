@@ -117,7 +117,7 @@ def hypotheses_of(page: str) -> dict[str, tuple[str, ...]]:
             number = re.search(
                 r"−?\d\.\d{4} ± \d\.\d{4}|not run|FLOPs \S+ times(?:, block time \S+ times)?", evidence
             ).group()
-            p = re.search(r"p \(Holm\) ([^;]+);", evidence)
+            p = re.search(r"p \(Holm\) ([^,]+),", evidence)
             found[claim[:2]] = (verdict, number, p.group(1) if p else "")
     return found
 

@@ -174,6 +174,7 @@ def test_a_study_scores_every_training_as_its_own_log_likelihoods_do(here):
     tasks = write_task(here)
     config = tomllib.loads(write_study(here).read_text())
     del config["arms"]["broken"]
+    config["base"]["train"]["learning_rate"] = 0.1  # so that trainings answer differently
     run = moescope.study({**config, "tasks": "tasks"}, out=here / "study", quiet=True)
     found = run.table("study_tasks")
     assert list(found["documents"].unique()) == [40]

@@ -51,7 +51,7 @@ def page_content(runs: list[Run]) -> dict[str, Any]:
     overview = page.map_data()
     layers = {layer for measure in overview["measures"] for layer in measure["layers"]}
     data = {
-        "title": page_title(page.runs) if len(page.roots) == 1 else listed(page.side_names()),
+        "title": page_title(page.runs) if len(page.roots) == 1 else first_names(page.side_names()),
         "shape": shape_words(page.runs) if len(page.roots) == 1 else "",
         "runs": [page.run_data(run) for run in page.runs],
         "roots": page.side_names(),
@@ -440,12 +440,16 @@ def run_names(runs: list[Run]) -> dict[Path, str]:
 
 def page_title(runs: list[Run]) -> str:
     """Return what the runs call themselves, else the names of their models."""
-    titles = [run.verb.title(run) for run in runs if run.verb.title is not None]
-    if any(titles):
-        return listed([title for title in titles if title])
+    titles = [title for run in runs if run.verb.title is not None and (title := run.verb.title(run))]
+    if titles:
+        return listed(titles)
     paths = [item["path"] for run in runs for item in run.info.get("checkpoints", [])]
     names = list(dict.fromkeys(Path(path).name for path in paths)) or [run.name for run in runs]
-    return listed(names) if len(names) < 4 else f"{names[0]} and {len(names) - 1} more checkpoints"
+    return first_names(names)
+
+
+def first_names(names: list[str]) -> str:
+    return listed(names) if len(names) < 4 else f"{names[0]} and {len(names) - 1} more"
 
 
 def shape_words(runs: list[Run]) -> str:

@@ -166,6 +166,7 @@ M.number = (value, digits = 3) => {
     return kind !== "float" || typeof value === "string" ? String(value) : M.number(value);
   }
 
+  const SHORT_TABLE = 20; // rows up to which a table is shown whole
   const cellClass = (kind) => ({ text: "text", sentence: "text sentence" })[kind] ?? null;
   M.tableElement = (table, folded) => {
     const heads = table.columns.map((column) => {
@@ -188,7 +189,7 @@ M.number = (value, digits = 3) => {
     const filter = () => { const shown = new Set(kept()); rows.forEach((element, index) => { element.hidden = !shown.has(table.rows[index]); }); };
     if (domains >= 0) { M.state.onChange(filter); filter(); }
     const save = () => M.save(`moescope-${table.name}.csv`, M.csv(table.columns.map((c) => c.name), kept()), "text/csv");
-    const scroll = M.make("div", { class: "scroll", tabindex: 0 },
+    const scroll = M.make("div", { class: table.rows.length > SHORT_TABLE ? "scroll" : "scroll whole", tabindex: 0 },
       M.make("table", {}, M.make("thead", {}, M.make("tr", {}, ...heads)), M.make("tbody", {}, ...rows)));
     const button = M.make("button", { type: "button", class: "csv", onclick: save }, "CSV");
     if (!folded) return M.make("div", { class: "table-block" }, M.make("div", { class: "table-head" }, M.make("h3", {}, table.title), button), scroll);

@@ -53,12 +53,12 @@ M.selected = (() => {
 
   // roots that can stand in for each other: they have runs of one verb
   const alike = roots.map((_, index) => index).filter((index) => runs.some((run) => run.root === index && verbs.get(run.verb).length > 1));
-  // several runs are compared from the start, the first with the second, unless a reader chooses otherwise
+  // two runs are compared from the start, of more the first is shown, unless a reader chooses otherwise
   const root = (key) => {
     const value = M.state.get()[key];
     if (value < roots.length) return value;
     if (key === "run") return 0;
-    return value === "none" ? null : alike.find((index) => index !== root("run")) ?? null;
+    return value === "none" || alike.length > 2 ? null : alike.find((index) => index !== root("run")) ?? null;
   };
   // the run of a verb under the selected root; a verb with one run has only that
   function run(verb, key = "run") {
