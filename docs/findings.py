@@ -37,6 +37,7 @@ from moescope.lab.report_results import (
     sources,
     task_values,
 )
+from moescope.lab.report_some import RUNS, epoch_losses, some_studies
 from moescope.lab.report_study import described, study_tables
 from moescope.lab.results import (
     BASELINE,
@@ -573,6 +574,32 @@ def effects_panels(results: Results) -> Panels:
     return [Dots("Rank correlation with the effect", plain, 0.0)] if rows else []
 
 
+def some_panels(results: Results) -> Panels:
+    """The loss with pads by epoch, here and as published, and maps of the keys of the first seed."""
+    panels: Panels = []
+    for tables in some_studies(results)[:1]:
+        series = {
+            run: [(epoch, Estimate(loss, math.nan, 0)) for epoch, loss in epoch_losses(tables, run)]
+            for run in RUNS
+        }
+        published = {
+            run: [(epoch, Estimate(loss, math.nan, 0)) for epoch, loss in enumerate(one.losses, 1)]
+            for run, one in RUNS.items()
+        }
+        labels = {float(epoch): str(epoch) for epoch in range(1, len(RUNS["A4"].losses) + 1)}
+        known = {run: points for run, points in series.items() if points}
+        titles = {"Loss with pads by epoch": known, "Published loss by epoch": published}
+        panels += [Lines(title, lines, labels, marks=False) for title, lines in titles.items() if known]
+        keys = tables.get("study_keys")
+        if keys is not None and len(keys):
+            keys = first_seed(keys)
+            limit = float(keys[["x", "y"]].abs().max().max())
+            for arm, of in keys.groupby("arm", sort=False):
+                points = [(x, y, "") for x, y in zip(of["x"], of["y"], strict=True)]
+                panels.append(Map(f"{arm}: keys of the middle layer", points, limit))
+    return panels
+
+
 MEANS = "Means over seeds with intervals"
 CHARTS: dict[str, tuple[Callable[[Results], Panels], str]] = {
     "answers": (
@@ -584,6 +611,7 @@ CHARTS: dict[str, tuple[Callable[[Results], Panels], str]] = {
         f"{MEANS}; right of the line the first arm is better.",
     ),
     "some": (partial(pairs_panels, subject="SoME"), f"{MEANS}; right of the line the first arm is better."),
+    "some-runs": (some_panels, "Means over seeds; keys: two principal axes, first seed."),
     "significance": (significance_panels, f"{MEANS}, paired by seed; right of the line SPECTRA is better."),
     "performance": (
         performance_panels,

@@ -65,6 +65,7 @@ def test_answers_come_first_then_tables_in_the_papers_order(run: Run):
             "6.10 Hypotheses",
             "Claims",
             "Claims",
+            "SoME's runs",
             "Table 13",
             "6.1 Task performance",
             "6.1 Tasks of lm-eval",

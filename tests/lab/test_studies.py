@@ -153,6 +153,28 @@ def test_a_study_at_nano_size_runs_as_the_large_one_does(tmp_path: Path):
     assert effects.groupby(["arm", "seed", "layer"])["expert"].nunique().tolist() == [8] * 8
 
 
+def test_a_study_of_some_stores_keys_and_their_use(tmp_path: Path):
+    design = designs.shrink(designs.some(320))
+    design["arms"] = {name: design["arms"][name] for name in ("A4", "A4 dense")}
+    design["base"]["train"] |= {"steps": 4, "evaluate_every": 2, "checkpoint_every": 4, "sequence_length": 32}
+    design["base"]["data"]["max_bytes"] = 100_000
+    (tmp_path / "some").mkdir()
+    (tmp_path / "some" / "study.toml").write_text(designs.toml(design))
+    assert run.run_study("some", tmp_path, tmp_path / "work", 300, 1, "cpu")
+    keys = read_parquet(str(tmp_path / "some" / "run" / "study_keys.parquet"))
+    assert set(keys["arm"]) == {"A4"}
+    assert (keys.groupby("seed")["expert"].nunique() == 8).all()
+    layers = read_parquet(str(tmp_path / "some" / "run" / "study_layers.parquet"))
+    of_keys = layers[layers["metric"].str.startswith("key_")].pivot(
+        index="seed", columns="metric", values="value"
+    )
+    for seed, of in keys.groupby("seed"):
+        shares = of["tokens"] / of["tokens"].sum()
+        bits = -(shares[shares > 0] * np.log2(shares[shares > 0])).sum()
+        assert of_keys["key_load_entropy_bits"][seed] == pytest.approx(bits)
+        assert of_keys["key_used"][seed] == pytest.approx((shares > 0).mean())
+
+
 def test_the_continuations_are_choices_of_the_domain_and_one_of_them_follows():
     words = [" ".join(f"{letter}{at}" for at in range(200)) for letter in "abc"]
     found = continuations.items(words, random.Random(0))

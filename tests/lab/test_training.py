@@ -15,6 +15,7 @@ import torch
 from lab.tiny_training import tiny_config, tiny_training, trained
 from moescope.decoder.model import LabModel
 from moescope.decoder.routers import ROUTERS, Routed
+from moescope.decoder.saving import save_model
 from moescope.decoder.vocabulary import Bytes
 from moescope.errors import BadInput
 from moescope.lab.batches import TokenRows
@@ -85,6 +86,45 @@ def test_a_training_taken_up_at_a_checkpoint_is_the_uninterrupted_one_bit_for_bi
     assert taken_up.evaluations == whole.evaluations
     for name, tensor in whole.model.state_dict().items():
         assert torch.equal(tensor, taken_up.model.state_dict()[name]), name
+
+
+def test_frozen_weights_are_in_the_checkpoint_of_the_step_and_not_in_the_state(tmp_path: Path):
+    config = tiny_config("some", steps=6, checkpoint_every=3, evaluate_every=3)
+    frozen = {"frozen_experts": True, "frozen_dtype": "bfloat16", "block": "some"}
+    config = replace(config, model=replace(config.model, **frozen))
+    states = tmp_path / "states"
+
+    def run(training: Training) -> None:
+        watching = LoopMonitor(tmp_path / "run", every=3).watch(
+            training.model, training.step, verb=load_verb("train"), identity={"arguments": {}}
+        )
+        training.run(
+            watching, states, lambda model, step: save_model(model, Bytes(), states / f"step-{step}")
+        )
+        watching.stop()
+
+    whole = tiny_training(config)
+    run(whole)
+    shutil.rmtree(tmp_path)
+    early = tiny_training(config)
+    early.config = replace(config, train=replace(config.train, steps=3))
+    run(early)
+    stored = torch.load(states / "training_state.pt", weights_only=True)
+    names = [name for name, weight in early.model.named_parameters() if not weight.requires_grad]
+    assert len(names) > 3
+    assert stored["frozen"] == names
+    assert not set(names) & set(stored["model"])
+    torch.manual_seed(5)  # another process, or another device: other first weights
+    taken_up = tiny_training(replace(config, train=replace(config.train, seed=7)))
+    assert not torch.equal(*(one.model.state_dict()[names[0]] for one in (taken_up, whole)))
+    taken_up.config = config
+    taken_up.restore(load_state(states))
+    run(taken_up)
+    for name, tensor in whole.model.state_dict().items():
+        assert torch.equal(tensor, taken_up.model.state_dict()[name]), name
+    shutil.rmtree(states / "step-6")
+    with pytest.raises(BadInput, match="training_state"):
+        load_state(states)
 
 
 @pytest.mark.parametrize("forgotten", ["optimiser", "model", "step"])

@@ -25,6 +25,7 @@ from moescope.lab.report_cells import (
     reasons,
     section,
 )
+from moescope.lab.report_some import some_section
 from moescope.lab.results import (
     BASELINE,
     DENSE_ACTIVE,
@@ -82,6 +83,7 @@ def all_sections(results: Results) -> list[Section]:
     return [
         hypotheses_section(results),
         *(arms_section(results, subject) for subject in numbers.ARM_CLAIMS),
+        some_section(results),
         significance_section(results),
         performance_section(results),
         variants_section(results.ablation),

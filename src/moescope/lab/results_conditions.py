@@ -24,7 +24,9 @@ def settings(info: dict[str, Any]) -> pd.DataFrame:
         over = arm.get("overrides", {})
         train = {**base.get("train", {}), **over.get("train", {})}
         model = {**base.get("model", {}), **over.get("model", {})}
-        values = {name: train.get(name) for name in ("steps", RATE)} | (model.get("router_options") or {})
+        values = {name: train.get(name) for name in ("steps", "sequence_length", RATE)} | (
+            model.get("router_options") or {}
+        )
         values["tokens_per_step"] = train.get("batch_size", 1) * train.get("sequence_length", 1)
         rows += [
             {"arm": plot_words(arm["name"]), "name": name, "value": float(value)}

@@ -14,24 +14,22 @@ from moescope.types import Array
 if TYPE_CHECKING:
     import pandas as pd
 
-    from moescope.decoder.config import ModelConfig
+    from moescope.decoder.model import LabModel
 
 BINS_PER_DECADE = 4
 DRAWS = 20  # random key sets, for the chance level of the map's share of variance
 
 
-def key_tables(run: Run, model: ModelConfig, checkpoint: str, step: int) -> dict[str, pd.DataFrame]:
+def key_tables(run: Run, model: LabModel, step: int) -> dict[str, pd.DataFrame]:
     """Return the key tables of the middle layer: usage in the last window of training, and the final keys."""
     import pandas as pd
 
-    from moescope.decoder.saving import load_model
-
-    layer, k = middle_layer(model.layers), model.top_k
+    layer, k = middle_layer(model.config.layers), model.config.top_k
     load = run.table("load")
     rows = load[(load["step"] == load["step"].max()) & (load["layer"] == layer)].sort_values("expert")
     counts_E = rows["tokens"].to_numpy(float)
     tokens = round(counts_E.sum() / k)
-    keys_ED = cast(Any, load_model(checkpoint)[0].routers[layer]).keys_ED.double().numpy()
+    keys_ED = cast(Any, model.routers[layer]).keys_ED.double().cpu().numpy()
     places, shown, by_chance = key_map(keys_ED, counts_E)
     cosine, spread = key_cosine(keys_ED)
     of_keys = {"metric": "cosine", "value": cosine, "chance": 0.0, "collapse": 1.0, "chance_spread": spread}

@@ -56,6 +56,7 @@ if TYPE_CHECKING:
 TASK_TABLES = (  # written by single trainings
     *("study_runs", "study_documents", "study_curves", "study_layers", "study_loads", "study_usage"),
     *("study_experts", "study_mixed", "study_spans", "study_effects", "study_tasks"),
+    "study_keys",
 )
 RARELY = 10  # tables are written again once so many times the seconds of writing them have passed
 TIMED_TOKENS, TIMED_TOKENS_ON_CPU = 16_384, 2_048  # at most, when the parts of a block are timed

@@ -90,7 +90,9 @@ COLUMNS: dict[str, Column] = {
         "output_orthogonality: Gram orthogonality of the outputs of all experts for the same tokens. Of the "
         "block's FFN outputs y over tokens and channels: ffn_rms, ffn_kurtosis, ffn_peak (largest |y| over "
         "the RMS), ffn_sparsity (share of |y| below 1 % of the RMS). effect_load, effect_alignment, "
-        "effect_ambiguity, and ..._given_load (partial): rank correlation of study_effects in the layer.",
+        "effect_ambiguity, and ..._given_load (partial): rank correlation of study_effects in the layer. "
+        "key_gini, key_load_entropy_bits, key_used: of SoME's load in the last window of training; "
+        "key_cosine: mean cosine of two keys.",
         "output_orthogonality = 1 − √(Σ_{i≠j} mean cos²(Eᵢ(x), Eⱼ(x)))/(n √2); "
         "ffn_kurtosis = mean (y − ȳ)⁴/(mean (y − ȳ)²)²",
     ),
@@ -294,6 +296,13 @@ COLUMNS: dict[str, Column] = {
     "study_tasks.value": Column("float", "Value of the trained model."),
     "standard_error": Column("float", "Its standard error over documents, by lm-eval; null where unknown."),
     "study_tasks.chance": Column("float", "Accuracy of a choice at random; null for other metrics."),
+    "study_keys.x": Column("float", "First principal component of the unit key."),
+    "study_keys.y": Column("float", "Second principal component of the unit key."),
+    "study_keys.tokens": Column("int", "Tokens that chose the expert in the last window of training."),
+    "strength": Column("float", "Length ρ of the key.", worst="0: never chosen again", best="1"),
+    "study_keys.variance_share": Column(
+        "float", "Share of the variance of all keys that the two components show.", best="1"
+    ),
     "study_experts.x": Column(
         "float",
         "First principal axis of the mean cosines of two experts' outputs for the same tokens.",
@@ -517,6 +526,12 @@ TABLES: dict[str, Table] = define_tables(
         ("effect", "half_a", "half_b", "load", "alignment", "ambiguity"),
     ),
     Table(
+        "study_keys",
+        "SoME's keys in the middle layer, by their first two principal components.",
+        ("arm", "seed", "expert"),
+        ("layer", "x", "y", "tokens", "strength", "variance_share"),
+    ),
+    Table(
         "study_tasks",
         "Results of lm-eval, in studies that name tasks.",
         ("arm", "seed", "task", "metric"),
@@ -633,13 +648,11 @@ TRAIN_COLUMNS: dict[str, Column] = {
     "bin_right": Column("float", "Fewest tokens of the next bin."),
     "key_histogram.experts": Column("int", "Experts with so many tokens in the last window of training."),
     "expected_experts": Column("float", "The same for balanced random routing, mean of 200 draws."),
-    "key_map.x": Column("float", "First principal component of the unit key."),
-    "key_map.y": Column("float", "Second principal component of the unit key."),
-    "key_map.tokens": Column("int", "Tokens that chose the expert in the last window of training."),
-    "strength": Column("float", "Length ρ of the key.", worst="0: never chosen again", best="1"),
-    "variance_share": Column(
-        "float", "Share of the variance of all keys that the two components show.", best="1"
-    ),
+    "key_map.x": COLUMNS["study_keys.x"],
+    "key_map.y": COLUMNS["study_keys.y"],
+    "key_map.tokens": COLUMNS["study_keys.tokens"],
+    "strength": COLUMNS["strength"],
+    "variance_share": COLUMNS["study_keys.variance_share"],
     "variance_share_chance": Column("float", "The same for random keys, mean of 20 draws."),
 }
 TRAIN_TABLES: dict[str, Table] = {

@@ -452,14 +452,15 @@ def with_steps(configs: Sequence[LabConfig], corpus: Corpus, vocabulary: Vocabul
 def bytes_on_disk(config: LabConfig) -> int:
     """Return the bytes of all checkpoints and of the saved state, of which two exist for a moment.
 
-    Trained weights are float32, frozen ones of `frozen_dtype`; AdamW has two moments per trained weight.
+    Trained weights are float32, frozen ones of `frozen_dtype` and not in the state; AdamW has two moments per
+    trained weight.
     """
     from moescope.decoder.model import parameter_counts
 
     counts, train = parameter_counts(config.model), config.train
     frozen = (counts.total - counts.trainable) * (2 if config.model.frozen_dtype == "bfloat16" else 4)
     checkpoint = 4 * counts.trainable + frozen
-    state = checkpoint + 8 * counts.trainable
+    state = 12 * counts.trainable
     return math.ceil(train.steps / train.checkpoint_every) * checkpoint + 2 * state
 
 
@@ -522,12 +523,13 @@ def initial_model(config: LabConfig, origin: str | None, device: str) -> LabMode
 
 def run_steps(training: Training, monitor: LoopMonitor, states: Path, job: Job) -> None:
     from moescope.decoder.saving import save_model
+    from moescope.lab.training_state import checkpoint_of
 
     began, status = time.perf_counter(), "first steps"
 
     def save(model: LabModel, step: int) -> None:
         nonlocal began
-        save_model(model, job.vocabulary, states / f"step-{step}")
+        save_model(model, job.vocabulary, checkpoint_of(states, step))
         assert monitor.run is not None
         timings = monitor.run.writer.timings  # no concurrent writer: tables were just flushed
         timings["train"] = timings.get("train", 0.0) + time.perf_counter() - began
@@ -588,6 +590,7 @@ def window_length(train: TrainConfig) -> int:
 def analyse_lab(run: Run, config: LabConfig, domains: tuple[str, ...], device: str, quiet: bool) -> None:
     """Scan and trace the checkpoints of a lab model, and look at its keys where it has any."""
     from moescope.decoder.routers import router_class
+    from moescope.decoder.saving import load_model
     from moescope.lab.some_keys import key_tables
 
     router = router_class(config.model.router)
@@ -597,7 +600,8 @@ def analyse_lab(run: Run, config: LabConfig, domains: tuple[str, ...], device: s
     routed = router.expert_shape(config.model)[0] > 1
     analyse(run, models, domains, device, quiet, routed)
     if routed and router.has_keys:
-        for name, frame in key_tables(run, config.model, models[-1], chosen[-1]["step"]).items():
+        model, _ = load_model(models[-1], "cpu")
+        for name, frame in key_tables(run, model, chosen[-1]["step"]).items():
             write_table(TRAIN_TABLES[name], frame, run.path / f"{name}.parquet")
 
 

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from moescope.decoder.model import LabModel
 from moescope.decoder.ranks import Ranks
+from moescope.decoder.saving import load_model
 from moescope.errors import BadInput
 from moescope.storage import atomic_file, check_disk, sync_folder
 
@@ -77,7 +78,10 @@ def set_generator(state: Tensor) -> None:
 def save_state(
     folder: Path, step: int, model: LabModel, optimiser: Any, evaluations: list[dict[str, Any]], ranks: Ranks
 ) -> None:
-    """Replace the saved state atomically. Collective: every rank must call it."""
+    """Replace the saved state atomically. Collective: every rank must call it.
+
+    Frozen weights are left to the checkpoint of the same step, where there is one.
+    """
     generators = [generator_state()]
     if ranks.world > 1:
         generators = [torch.empty(0)] * ranks.world
@@ -85,14 +89,23 @@ def save_state(
     weights, moments = (unshard(part.state_dict(), ranks.first) for part in (model, optimiser))
     if not ranks.first:
         return
+    frozen = [name for name, weight in model.named_parameters() if not weight.requires_grad]
+    if not checkpoint_of(folder, step).is_dir():
+        frozen = []
+    weights = {name: tensor for name, tensor in weights.items() if name not in frozen}
     parts = (*weights.values(), *(part for one in moments["state"].values() for part in one.values()))
     needed = sum(part.nbytes for part in parts if isinstance(part, Tensor))
     folder.mkdir(parents=True, exist_ok=True)
     check_disk(folder, needed)
     content = TrainingState(step, weights, moments, generators, evaluations)
     with atomic_file(folder / FILE) as partial:
-        torch.save({name: getattr(content, name) for name in TrainingState.__dataclass_fields__}, partial)
+        fields = {name: getattr(content, name) for name in TrainingState.__dataclass_fields__}
+        torch.save({**fields, "frozen": frozen}, partial)
     sync_folder(folder)
+
+
+def checkpoint_of(folder: Path, step: int) -> Path:
+    return folder / f"step-{step}"
 
 
 def load_state(folder: Path) -> TrainingState | None:
@@ -101,7 +114,15 @@ def load_state(folder: Path) -> TrainingState | None:
     if not path.exists():
         return None
     try:
-        return TrainingState(**torch.load(path, map_location="cpu", weights_only=True))
+        content = torch.load(path, map_location="cpu", weights_only=True)
+        if frozen := content.pop("frozen", []):
+            weights = load_model(checkpoint_of(folder, content["step"]), "cpu")[0].state_dict()
+            content["model"] |= {name: weights[name] for name in frozen}
+        return TrainingState(**content)
+    except BadInput as error:
+        raise BadInput(
+            f"{path}: its frozen weights are missing ({error}); start over with --overwrite"
+        ) from None
     except UNREADABLE as error:
         line = (str(error).splitlines() or [type(error).__name__])[0]
         raise BadInput(f"{path}: cannot be read ({line}); start over with --overwrite") from None

@@ -1,0 +1,143 @@
+"""SoME's runs on the page "Results", beside the published ones."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+from moescope.lab import results as numbers
+from moescope.lab.report_cells import Heads, arm_cell, cell, section
+from moescope.lab.results import NOT_RUN, Results
+from moescope.lab.results_conditions import setting
+from moescope.reporting.pack import plain_table
+from moescope.verb import Section, Tables
+
+FIRST = "A4"
+NONE = "none"  # a router without keys, a row without pads, a run that was not published
+PUBLISHED_LENGTH = 768  # tokens per row; pads among them count in the published loss
+
+
+@dataclass(frozen=True)
+class Published:
+    """A published run: experts, and by epoch validation loss, Gini and entropy of the load in bits."""
+
+    experts: int
+    losses: tuple[float, ...]
+    gini: tuple[float, ...]
+    bits: tuple[float, ...]
+    used: int  # experts with any token at the end
+
+
+RUNS = {
+    "A4": Published(
+        64, (0.8527, 0.7586, 0.7197, 0.7126), (0.872, 0.842, 0.864, 0.851), (3.396, 3.658, 3.336, 3.413), 64
+    ),
+    "B1": Published(
+        128, (0.9990, 0.8270, 0.7709, 0.7602), (0.941, 0.923, 0.912, 0.914), (3.272, 3.413, 3.635, 3.427), 128
+    ),
+    "B2": Published(
+        256, (0.8658, 0.7663, 0.7254, 0.7174), (0.948, 0.959, 0.956, 0.952), (4.094, 3.513, 3.719, 3.725), 256
+    ),
+    "B3": Published(
+        512, (0.8652, 0.7638, 0.7231, 0.7155), (0.979, 0.972, 0.971, 0.972), (3.565, 3.744, 3.841, 3.767), 497
+    ),
+}
+
+
+def some_studies(results: Results) -> list[Tables]:
+    """Return the studies that have SoME's runs, those with rows of the published length first."""
+    found = [tables for tables in results.others if FIRST in numbers.finished_arms(tables)]
+    return sorted(found, key=lambda tables: not as_published(tables))
+
+
+def as_published(tables: Tables) -> bool:
+    return setting(tables, FIRST, "sequence_length") == PUBLISHED_LENGTH
+
+
+def some_section(results: Results) -> Section:
+    heads: Heads = [
+        ("study", "study", "text"),
+        ("arm", "run", "text"),
+        ("experts", "experts", "int"),
+        ("study_runs.validation_loss", "loss without pads ± 95 %", "text"),
+        ("validation_loss_published", "loss with pads ± 95 %", "text"),
+        ("published", "published", "text"),
+        ("gini", "Gini (balanced)", "text"),
+        ("published", "published", "text"),
+        ("load_entropy_bits", "load entropy, bits (balanced)", "text"),
+        ("published", "published", "text"),
+        ("used", "experts used, % (balanced)", "text"),
+        ("published", "published", "text"),
+        ("cosine", "mean cosine of keys (random keys)", "text"),
+    ]
+    rows: list[list[Any]] = []
+    for tables in some_studies(results):
+        for arm in dict.fromkeys(numbers.trainings(tables)["arm"]):
+            rows.append([numbers.study_name(tables), arm, *run_cells(tables, arm)])
+    text = (
+        "Stories in another language than the published ones: compare curves, use and order, not losses. Use "
+        "and keys are of the middle layer, use in the last window of training. Published losses count pads "
+        f"of rows of {PUBLISHED_LENGTH} tokens, so it stands beside rows of that length only. "
+    )
+    if not rows:
+        text += "Not run: no study on this page has these arms."
+        rows = [
+            [NOT_RUN, run, one.experts, NOT_RUN, NOT_RUN, *published_cells(one)] for run, one in RUNS.items()
+        ]
+    table = plain_table("results_some_runs", "SoME's runs", heads, rows)
+    return section("some-runs", "SoME's runs", text.strip(), table)
+
+
+def run_cells(tables: Tables, arm: str) -> list[Any]:
+    """Return the cells of one arm, the published ones beside them where there are any."""
+    experts = numbers.by_seed(tables, arm, "n_experts")
+    loss, padded = (
+        numbers.run_value(tables, arm, name) for name in ("validation_loss", "validation_loss_published")
+    )
+    same = RUNS.get(arm) if as_published(tables) else None
+    found = [
+        numbers.layer_value(tables, arm, f"key_{name}") for name in ("gini", "load_entropy_bits", "used")
+    ]
+    beside = (
+        [NONE] * 4
+        if same is None
+        else [f"{same.losses[-1]:.4f}", f"{same.gini[-1]:.3f}", f"{same.bits[-1]:.3f}", used_text(same)]
+    )
+    scales = (1.0, 1.0, 100.0)
+    use = [
+        part
+        for one, scale, other in zip(found, scales, beside[1:], strict=True)
+        for part in (cell(one, 3 if scale == 1.0 else 1, scale) if one else NONE, other)
+    ]
+    cosine = numbers.layer_value(tables, arm, "key_cosine")
+    return [
+        int(experts.iloc[0]) if len(experts) else None,
+        arm_cell(tables, arm, loss, 4, chance=False),
+        cell(padded, 4, chance=False) if padded else NONE,
+        beside[0],
+        *use,
+        cell(cosine) if cosine else NONE,
+    ]
+
+
+def published_cells(one: Published) -> list[str]:
+    return [
+        *(f"{one.losses[-1]:.4f}", NOT_RUN, f"{one.gini[-1]:.3f}", NOT_RUN, f"{one.bits[-1]:.3f}"),
+        *(NOT_RUN, used_text(one), NOT_RUN),
+    ]
+
+
+def used_text(one: Published) -> str:
+    return f"{100 * one.used / one.experts:.1f}"
+
+
+def epoch_losses(tables: Tables, arm: str) -> list[tuple[float, float]]:
+    """Return epoch and mean loss with pads at its end; the published runs have four epochs."""
+    rows = tables.get("study_curves")
+    if rows is None or "validation_loss_published" not in rows:
+        return []
+    means = rows[rows["arm"] == arm].groupby("step")["validation_loss_published"].mean().dropna()
+    last = float(means.index.max()) if len(means) else math.nan
+    epochs = len(RUNS[FIRST].losses)
+    return [(epochs * float(step) / last, float(value)) for step, value in means.items() if step > 0]

@@ -1,0 +1,94 @@
+"""SoME's runs beside the published ones."""
+
+from __future__ import annotations
+
+import csv
+from pathlib import Path
+
+import pandas as pd
+import pytest
+
+from moescope.lab.report_some import RUNS, epoch_losses, some_section
+from moescope.lab.results import Results
+
+GOLDEN = Path(__file__).parents[1] / "golden" / "some_runs.csv"  # the published table
+
+
+def test_the_published_runs_are_the_published_ones():
+    with GOLDEN.open() as lines:
+        rows = list(csv.DictReader(lines))
+    assert len(rows) == sum(len(one.losses) for one in RUNS.values())
+    for row in rows:
+        one, epoch = RUNS[row["run"]], int(row["epoch"]) - 1
+        assert one.experts == int(row["experts"])
+        found = (one.losses[epoch], one.gini[epoch], one.bits[epoch])
+        assert found == tuple(float(row[name]) for name in ("val_loss", "gini", "entropy_bits"))
+        assert row["experts_used"] in ("", str(one.used))
+
+
+def some_tables(length: float) -> dict[str, pd.DataFrame]:
+    runs = pd.DataFrame(
+        [
+            {"arm": arm, "seed": seed, "question": "main", "status": "done", "n_experts": 64}
+            | {"validation_loss": 2.0 + 0.1 * seed, "validation_loss_published": 0.9 + 0.1 * seed}
+            for arm in ("A4", "A4 frozen keys")
+            for seed in range(2)
+        ]
+    )
+    metrics = {"key_gini": (0.5, 0.1), "key_load_entropy_bits": (3.0, 6.0), "key_used": (0.75, 1.0)}
+    layers = pd.DataFrame(
+        [
+            {
+                "arm": "A4",
+                "seed": seed,
+                "layer": 5,
+                "metric": name,
+                "domain": "",
+                "value": value,
+                "chance": chance,
+            }
+            for name, (value, chance) in metrics.items()
+            for seed in range(2)
+        ]
+    )
+    settings = pd.DataFrame([("A4", "sequence_length", length)], columns=["arm", "name", "value"])
+    curves = [(step, seed, 1.0 / step + seed) for step in (312, 624, 1248) for seed in range(2)]
+    frame = pd.DataFrame(curves, columns=["step", "seed", "validation_loss_published"]).assign(arm="A4")
+    name = pd.DataFrame({"name": [f"some {length:g}"]})
+    return {
+        **{"study_runs": runs, "study_layers": layers, "study_settings": settings},
+        **{"study_curves": frame, "study_name": name},
+    }
+
+
+def test_published_numbers_stand_beside_rows_of_the_published_length_only():
+    section = some_section(Results.of([some_tables(320.0), some_tables(768.0)]))
+    rows = {(row[0], row[1]): row[2:] for row in section.tables[0]["rows"]}
+    assert next(iter(rows)) == ("some 768", "A4")
+    published = rows["some 768", "A4"]
+    assert published[0] == 64
+    assert published[1].startswith("2.0500 ± ")
+    assert published[2].startswith("0.9500 ± ")
+    assert published[3] == "0.7126"
+    assert published[4:10] == [
+        "0.500 ± 0.000 (0.100)",
+        "0.851",
+        "3.000 ± 0.000 (6.000)",
+        "3.413",
+        "75.0 ± 0.0 (100.0)",
+        "100.0",
+    ]
+    assert rows["some 320", "A4"][3] == "none"
+    assert rows["some 768", "A4 frozen keys"][3] == "none"
+    assert epoch_losses(some_tables(768.0), "A4") == [
+        (1.0, pytest.approx(1 / 312 + 0.5)),
+        (2.0, pytest.approx(1 / 624 + 0.5)),
+        (4.0, pytest.approx(1 / 1248 + 0.5)),
+    ]
+
+
+def test_without_runs_the_published_ones_stand_alone():
+    section = some_section(Results({}, {}, {}, {}, {}))
+    assert "Not run" in section.text
+    assert [row[1] for row in section.tables[0]["rows"]] == list(RUNS)
+    assert len({len(row) for row in section.tables[0]["rows"]}) == 1
