@@ -57,6 +57,7 @@ from moescope.verb import Payload, Tables
 
 STUDIES = Path(__file__).parent.parent / "studies"
 PAGES = ("findings.md", "results.md", "routers.md")
+ON_FINDINGS = ("answers", "hash", "some", "effects")  # sections of claims
 SHOWN = {METHOD: "SPECTRA", BASELINE: "Switch Top-2"}
 Panels = list[Panel]
 
@@ -93,7 +94,11 @@ def render(template: str, studies: list[Tables]) -> str:
         "counts": lambda: counts_table(results),
         "whose": lambda subject: numbers.WHOSE[subject],
         "chart": lambda anchor: chart(anchor, results),
-        "sections": lambda: "\n\n".join(section_text(one, results) for one in all_sections(results)),
+        "sections": lambda: "\n\n".join(
+            section_text(one, results)
+            for one in all_sections(results)
+            if one.anchor.removeprefix("results-") not in ON_FINDINGS
+        ),
         "conditions": lambda: cell(conditions(results)),
         "routers": lambda: routers_table(results),
         "sources": lambda: sources(results).strip() or "No study was run.",

@@ -24,6 +24,7 @@ sys.path.insert(0, str(DOCS))
 from findings import PAGES, cell, read_results, render, table  # noqa: E402
 from pictures import PICTURES, RUNS  # noqa: E402
 
+WIDE = ("results.md", "routers.md")
 CONCEPTS = ["alignment", "nulls", "ambiguity", "routing", "merging"]
 RECORDS = {name: load_verb(name) for name in [*(name for name, _, _ in VERBS), *OTHERS]}
 
@@ -62,7 +63,9 @@ def on_files(files: Any, config: Any) -> Any:
 
 
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
-    """Compute the numbers of these pages from the stored results of studies."""
+    """Compute the numbers of these pages from the stored results of studies; wide tables get the room."""
+    if page.file.src_uri in WIDE:
+        page.meta["hide"] = ["navigation"]
     return render(markdown, read_results()) if page.file.src_uri in PAGES else markdown
 
 

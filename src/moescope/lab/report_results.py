@@ -83,7 +83,6 @@ def all_sections(results: Results) -> list[Section]:
     return [
         hypotheses_section(results),
         *(arms_section(results, subject) for subject in numbers.ARM_CLAIMS),
-        some_section(results),
         significance_section(results),
         performance_section(results),
         variants_section(results.ablation),
@@ -96,6 +95,7 @@ def all_sections(results: Results) -> list[Section]:
         spans_section(results.main),
         failures_section(results.main),
         effects_section(results),
+        some_section(results),
     ]
 
 

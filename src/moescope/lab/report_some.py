@@ -78,7 +78,7 @@ def some_section(results: Results) -> Section:
     text = (
         "Stories in another language than the published ones: compare curves, use and order, not losses. Use "
         "and keys are of the middle layer, use in the last window of training. Published losses count pads "
-        f"of rows of {PUBLISHED_LENGTH} tokens, so it stands beside rows of that length only. "
+        f"of rows of {PUBLISHED_LENGTH} tokens, so they stand beside rows of that length only. "
     )
     if not rows:
         text += "Not run: no study on this page has these arms."
