@@ -23,7 +23,6 @@ from jinja2 import Environment, StrictUndefined
 from moescope.lab import results as numbers
 from moescope.lab.figures_results import first_seed, middle_layer, variant_arms
 from moescope.lab.figures_study import TARGET_CV
-from moescope.lab.report_cases import FIXED
 from moescope.lab.report_cells import cell as estimate_text
 from moescope.lab.report_cells import p_text
 from moescope.lab.report_results import (
@@ -42,6 +41,7 @@ from moescope.lab.report_study import described, study_tables
 from moescope.lab.results import (
     BASELINE,
     DENSE_ACTIVE,
+    FIXED_CHOICES,
     METHOD,
     NOT_RUN,
     ROUTERS,
@@ -542,7 +542,7 @@ def stability_panels(results: Results) -> Panels:
 
 def failures_panels(results: Results) -> Panels:
     tables = results.main
-    mixed = {arm: numbers.mixed_documents(tables, arm) for arm in (*SHOWN, FIXED)}
+    mixed = {arm: numbers.mixed_documents(tables, arm) for arm in (*SHOWN, FIXED_CHOICES)}
     moved = {arm: numbers.turnover(tables, arm) for arm in SHOWN}
     rare = {arm: numbers.rare_experts(tables, arm) for arm in SHOWN}
     ratio = {

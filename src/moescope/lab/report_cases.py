@@ -8,14 +8,13 @@ import pandas as pd
 
 from moescope.lab import results as numbers
 from moescope.lab.report_cells import Heads, cell, percent, section
-from moescope.lab.results import BASELINE, METHOD, NOT_RUN, ROUTERS
+from moescope.lab.results import BASELINE, FIXED_CHOICES, METHOD, NOT_RUN, ROUTERS
 from moescope.plotting.style import listed
 from moescope.reporting.pack import plain_table
 from moescope.verb import Section, Tables
 
 SPANS_OF = 2  # documents
 AMBIGUOUS = "Ambiguous context"
-FIXED = "hash"  # an arm whose choices do not depend on the context
 
 
 def spans_section(tables: Tables) -> Section:
@@ -69,9 +68,9 @@ def failures_section(tables: Tables) -> Section:
     ]
     rows: list[list[Any]] = []
     lacking: set[str] = set()
-    for title, arm in (row for row in ROUTERS if row[1] in (METHOD, BASELINE, FIXED)):
+    for title, arm in (row for row in ROUTERS if row[1] in (METHOD, BASELINE, FIXED_CHOICES)):
         for mode, found in failure_modes(tables, arm).items():
-            if arm == FIXED and (mode != AMBIGUOUS or found is None):
+            if arm == FIXED_CHOICES and (mode != AMBIGUOUS or found is None):
                 continue
             rows.append([mode, title, *(found or (NOT_RUN, NOT_RUN))])
             if found is None:

@@ -21,6 +21,7 @@ from moescope.verb import Tables
 
 METHOD, BASELINE = "spectra", "top2"  # arms
 DENSE_ACTIVE, DENSE_TOTAL = "dense", "dense_total"
+FIXED_CHOICES = "hash"  # choices that do not depend on the context
 ROUTERS = [  # row of the published tables, arm
     ("Switch Top-1", "switch_top1"),
     ("Switch Top-2", BASELINE),

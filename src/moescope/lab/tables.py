@@ -615,11 +615,9 @@ TRAIN_COLUMNS: dict[str, Column] = {
         misleads="Covers the choice of documents for this one training, not other seeds.",
     ),
     "trained_minus_high": Column("float", "Upper end of that interval."),
-    "task": COLUMNS["task"],
-    "task_results.metric": COLUMNS["study_tasks.metric"],
-    "task_results.documents": COLUMNS["study_tasks.documents"],
+    **{name: COLUMNS[name] for name in ("task", "standard_error", "strength")},
+    **{f"task_results.{name}": COLUMNS[f"study_tasks.{name}"] for name in ("metric", "documents")},
     "task_results.value": Column("float", "Value of the trained model.", chance="the task's own"),
-    "standard_error": COLUMNS["standard_error"],
     "base_value": Column("float", "Value of the base."),
     "task_results.difference": Column("float", "value − base_value.", chance="0"),
     "difference_error": Column(
@@ -648,11 +646,7 @@ TRAIN_COLUMNS: dict[str, Column] = {
     "bin_right": Column("float", "Fewest tokens of the next bin."),
     "key_histogram.experts": Column("int", "Experts with so many tokens in the last window of training."),
     "expected_experts": Column("float", "The same for balanced random routing, mean of 200 draws."),
-    "key_map.x": COLUMNS["study_keys.x"],
-    "key_map.y": COLUMNS["study_keys.y"],
-    "key_map.tokens": COLUMNS["study_keys.tokens"],
-    "strength": COLUMNS["strength"],
-    "variance_share": COLUMNS["study_keys.variance_share"],
+    **{f"key_map.{name}": COLUMNS[f"study_keys.{name}"] for name in ("x", "y", "tokens", "variance_share")},
     "variance_share_chance": Column("float", "The same for random keys, mean of 20 draws."),
 }
 TRAIN_TABLES: dict[str, Table] = {
