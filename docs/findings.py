@@ -120,14 +120,18 @@ def headline(results: Results) -> str:
     if best and BASELINE in known:
         words = f"**Lowest loss:** `{best}`, {known[best]:.3f} nats per token"
         if best != BASELINE:
-            words += (
-                f"; `{BASELINE}` {known[BASELINE]:.3f}{test_words(numbers.above_baseline(results, best))}"
-            )
+            found = numbers.above_baseline(results, best)
+            words += f"; `{BASELINE}` {known[BASELINE]:.3f}"
+            words += test_words(found and replace(found, mean=-found.mean))
         lines.append(f"{words}.")
     claims = {one.name: one for one in hypotheses(results)}
     if claims["H1"].number:
-        words = {"confirmed": "predicts better than", "refuted": "predicts worse than"}
-        how = words.get(claims["H1"].verdict, "is not distinguishable from")
+        ways = {
+            numbers.CONFIRMED: "predicts better than",
+            numbers.REFUTED: "predicts worse than",
+            numbers.UNDECIDED: "is not distinguishable from",
+        }
+        how = ways.get(claims["H1"].verdict, f"({claims['H1'].verdict}) against")
         lines.append(
             f"**SPECTRA** {how} `{BASELINE}`{test_words(results.tests['main', BASELINE])}"
             + (f"; cost over `{BASELINE}`: {claims['H4'].counts}." if claims["H4"].counts else ".")
@@ -135,10 +139,6 @@ def headline(results: Results) -> str:
     counts = Counter(one.verdict.split(":")[0] for one in claims.values())
     verdicts = [f"{counts[name]} {name}" for name in numbers.VERDICTS if counts[name]]
     lines.append(f"**Hypotheses of the routing paper:** {listed(verdicts)}.")
-    effects = [one for one in effect_claims(results) if one.number]
-    if effects:
-        one = effects[0]
-        lines.append(f"**Removing experts:** {one.claim.lower()}: {one.verdict}{test_words(one.number)}.")
     return "\n".join(f"- {line}" for line in lines)
 
 
@@ -147,7 +147,7 @@ def test_words(found: Estimate | None) -> str:
     if found is None:
         return ""
     p = f", p {p_text(found.p_adjusted)}" if math.isfinite(found.p_adjusted) else ""
-    return f" ({estimate_text(found, 3, chance=False)}{p}, {counted(found.seeds, 'seed')})"
+    return f" (better by {estimate_text(found, 3, chance=False)}{p}, {counted(found.seeds, 'seed')})"
 
 
 # --- tables

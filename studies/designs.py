@@ -94,8 +94,8 @@ QUESTIONS = {  # of each study, in a sentence
     "causal": "Do alignment and ambiguity predict the effect of removing an expert?",
     "tasks": "Which continuation is right? Routers on tasks of lm-eval that lie in `studies/text/tasks`.",
     "existing": "What do new routers gain in models that exist, kept or upcycled?",
-    "some": "SoME's runs A4 and B1 to B3 on Russian stories, with controls.",
-    "some_published": "The same with padding in the loss, as published.",
+    "some": "SoME's runs A4 and B3 on Russian stories, with controls.",
+    "some_published": "SoME's runs A4 and B1 to B3 with padding in the loss, as published.",
     "hash_bytes": "Why does a hash beat top2? On bytes.",
     "hash_bpe": "Why does a hash beat top2? On BPE tokens.",
 }

@@ -60,10 +60,12 @@ def with_later_columns(runs: pd.DataFrame, run: Path) -> pd.DataFrame:
     at = pd.MultiIndex.from_frame(runs[keys])
     routed = runs["consistency"].notna()
     chance = pd.Series(expected.reindex(at).to_numpy(), runs.index).where(routed)
-    counts = pd.Series(1, runs.index).where(routed)
+    ones = pd.Series(1, runs.index).where(routed)
+    estimated = ones.where(runs["consistency_chance"].isna(), runs["consistency_estimated"].fillna(0))
     return runs.assign(
         consistency_chance=runs["consistency_chance"].fillna(chance),
-        output_documents=runs["output_documents"].fillna(counts),
+        consistency_estimated=estimated.where(routed),
+        output_documents=runs["output_documents"].fillna(ones),
     )
 
 

@@ -236,9 +236,44 @@ def test_a_task_of_lm_eval_and_an_existing_model_are_shown(findings: ModuleType)
     assert "| not run | 3.1000 ± " in base  # untouched
     assert "dense, upcycled: untouched" in page.replace("SPECTRA", "spectra")
     assert "| dense, upcycled: spectra | 0.750 ± 0.000 (0.250) |" in page
-    assert "2 million active parameters, 40 documents" in page
+    assert "2.00 million active parameters, 40 documents" in page
     assert "lm-eval: not run" not in page
     assert re.search(r"SPECTRA vs. Top-2, dense, upcycled \| 0.3000 ± 0.0000 .* too few seeds", page)
+
+
+# --- the first lines
+
+
+def first_lines(findings: ModuleType, losses: dict[str, list[float]]) -> str:
+    runs = [
+        {"study": "main", "arm": arm, "seed": seed, "question": "main", "status": "done", "layer": None}
+        | {"domain": domain, "metric": "validation_loss", "value": loss, "chance": np.nan}
+        for arm, of_seeds in losses.items()
+        for seed, loss in enumerate(of_seeds)
+        for domain in ("", "code")
+    ]
+    return findings.headline(findings.Results.of([findings.numbers.from_long(pd.DataFrame(runs))]))
+
+
+@pytest.mark.parametrize(
+    ("gain", "seeds", "words"),
+    [
+        (0.3, 5, "predicts better than `top2` (better by 0.30"),
+        (-0.3, 5, "predicts worse than `top2` (better by −0.299"),
+        (0.0, 5, "is not distinguishable from `top2`"),
+        (0.3, 2, "(not testable) against `top2`"),
+    ],
+)
+def test_the_first_lines_say_what_the_verdict_says(findings: ModuleType, gain: float, seeds: int, words: str):
+    noise = np.array([0.01, -0.02, 0.015, 0.0, -0.01])[:seeds]
+    base = np.array([2.5, 2.4, 2.6, 2.55, 2.45])[:seeds]
+    losses = {"top2": base, "spectra": base - gain + noise, "hash": base - 0.5 + noise[::-1]}
+    text = first_lines(findings, {arm: list(values) for arm, values in losses.items()})
+    assert words in text
+    assert (
+        f"`hash`, {losses['hash'].mean():.3f} nats per token; `top2` {base.mean():.3f} (better by 0.50"
+        in text
+    )
 
 
 # --- what limits the claims
@@ -273,6 +308,7 @@ def test_the_paragraph_on_conditions_is_made_of_the_stored_studies(findings: Mod
     long = pd.read_parquet(studies / "main" / "results.parquet")
     slopes = -long[long["metric"] == "loss_slope"].groupby("arm")["value"].mean()
     paragraph = conditions.conditions(results)
+    assert "Steps of other studies: existing 400 and 120, sweep 500, causal 700, tasks 800." in paragraph
     for words in (
         f"{train['steps']:,} steps of {train['batch_size'] * train['sequence_length']:,} tokens",
         f"{slopes.min():.2f} to {slopes.max():.2f} nats",

@@ -251,6 +251,11 @@ def test_table_13_counts_failed_trainings_and_names_collapsed_layers(tmp_path: P
     hit = (layers["arm"] == "switch_top1") & (layers["metric"] == "min_over_mean")
     layers.loc[hit & (layers["layer"] == 1), "value"] = 0.0
     write_table("study_layers", layers, run.path / "study_layers.parquet")
+    runs = run.table("study_runs")
+    runs["flops_per_token"] = runs["arm"].map({"spectra": 200.0}).fillna(100.0)
+    write_table("study_runs", runs, run.path / "study_runs.parquet")
+    page.cache_clear()
+    assert {row[6] for row in tables(run)["results_significance"]["rows"][:4]} == {0.5}
     rows = {row[0]: row[8:] for row in tables(run)["results_significance"]["rows"]}
     assert rows["SPECTRA vs. Switch Top-1"] == [5, 3, "6 of 12 layers of switch_top1 collapsed"]
     assert rows["SPECTRA vs. Switch Top-2"] == [7, 1, ""]

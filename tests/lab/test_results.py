@@ -272,6 +272,28 @@ def test_h1_to_h3_follow_the_sign_of_a_clear_difference(sign: int, verdict: str)
     assert "1 document" in h2.why
 
 
+def test_an_estimated_chance_level_decides_nothing_and_the_raw_difference_is_given():
+    noise = np.array([0.001, -0.001, 0.002, 0.0, -0.002])
+    consistency = {"top2": 0.60 + noise, "spectra": 0.73 + 2 * noise}
+    columns = {"consistency": consistency, "consistency_chance": dict.fromkeys(consistency, [0.1] * 5)}
+    for estimated, verdict in ((0, "confirmed"), (1, "undecided")):
+        marks = {arm: [estimated] * 5 for arm in consistency}
+        tables = study(losses_of_five_seeds(), consistency_estimated=marks, **columns)
+        h3 = hypotheses(Results.of([tables]))[2]
+        assert h3.verdict == verdict
+        assert ("0.130 ± " in h3.why) == bool(estimated)
+
+
+def test_h1_stands_beside_the_same_difference_in_the_ablation():
+    losses = losses_of_five_seeds()
+    again = {"spectra": losses["spectra"], "top2": [value + 0.5 for value in losses["spectra"]]}
+    again["spectra-GRU"] = losses["top2"]
+    ablation = study(again, "ablation")
+    ablation["study_name"] = pd.DataFrame({"name": ["repeat"]})
+    h1 = hypotheses(Results.of([study(losses), ablation]))[0]
+    assert "trained again in repeat: 0.500 ± 0.000" in h1.why
+
+
 def test_h3_is_undecided_where_uneven_loads_explain_the_consistency():
     noise = np.array([0.001, -0.001, 0.002, 0.0, -0.002])
     consistency = {"top2": 0.70 + noise, "spectra": 0.73 + 2 * noise}
@@ -327,7 +349,7 @@ def test_what_predicts_the_effect_of_removing_an_expert_is_tested_over_seeds_in_
     ):
         assert one.number.mean == pytest.approx(sign * np.mean(values[metric]))
         assert one.number.p_value == pytest.approx(stats.ttest_1samp(values[metric], 0).pvalue)
-    assert "spectra −0.58, top2 −0.52" in ambiguity.why
+    assert "spectra 0.58, top2 0.52" in ambiguity.why
     assert results.effect_ceiling(tables, "top2") == pytest.approx(math.sqrt(1.6 / 1.8))
     assert math.isnan(results.effect_ceiling(tables, "spectra"))
     tested = [one for one in found.tests.values() if one]

@@ -22,7 +22,15 @@ from lab.tiny_study import write_study
 from moescope.decoder.saving import load_model
 from moescope.decoder.vocabulary import Bytes
 from moescope.errors import BadInput
-from moescope.lab.tasks import harness_model, load_tasks, paired_error, score_tasks
+from moescope.lab.tasks import (
+    harness_model,
+    load_tasks,
+    paired_error,
+    run_harness,
+    score_tasks,
+    study_tasks,
+    tasks_identity,
+)
 from moescope.verb import Selection
 
 CHOICES = [" up", " in", " at", " by", " of", " on"]
@@ -220,12 +228,72 @@ def test_a_group_of_a_folder_is_loaded_with_its_tasks(here):
     assert frame.set_index("task")["chance"].to_numpy() == pytest.approx(1 / len(CHOICES))
 
 
-def test_a_lab_model_scores_long_texts_in_windows_and_generates_nothing():
+def test_chance_levels_follow_the_choices_of_each_document(here):
+    tasks = write_task(here)
+    rows = [
+        {**one, "choices": one["choices"][: 2 + at % 2], "label": 0} for at, one in enumerate(documents())
+    ]
+    (here / "few.jsonl").write_text("\n".join(json.dumps(one) for one in rows))
+    (tasks / "few.yaml").write_text(TASK.format(name="few", folder=here, data="few.jsonl"))
+    group = {"group": "both", "task": ["letters", "few"], "aggregate_metric_list": [{"metric": "acc"}]}
+    (tasks / "both.yaml").write_text(json.dumps(group))
+    frame = score_tasks(str(tasks), trained(tiny("top2", vocabulary=258)), Bytes(), 4, "cpu", "float32")
+    levels = frame.set_index("task")["chance"]
+    assert levels["few"] == pytest.approx((1 / 2 + 1 / 3) / 2)
+    assert levels["letters"] == pytest.approx(1 / 6)
+    assert np.isnan(levels["both"])
+
+
+def test_every_model_gets_the_same_examples_in_its_prompts(here):
+    tasks = write_task(here)
+    text = (tasks / "letters.yaml").read_text()
+    (tasks / "letters.yaml").write_text(f"{text}num_fewshot: 2\nfewshot_split: validation\n")
+    model = trained(tiny("top2", vocabulary=258, max_positions=64))
+    prompts = []
+
+    def watched(*given):
+        harness = harness_model(*given)
+        inner = harness.loglikelihood
+        harness.loglikelihood = lambda requests, **more: (
+            prompts.append([one.args for one in requests]) or inner(requests, **more)
+        )
+        return harness
+
+    loaded = load_tasks(str(tasks))
+    for _ in range(2):
+        run_harness(watched(model, Bytes(), 4, "cpu", "float32"), loaded, quiet=True)
+    assert prompts[0] == prompts[1]
+    assert len({context for context, _ in prompts[0]}) > 30
+
+
+def test_other_documents_make_another_study_and_generated_text_none(here):
+    tasks = write_task(here)
+    config = tomllib.loads(write_study(here).read_text())
+    before = tasks_identity(str(tasks))
+    rows = [{**one, "label": 1} for one in documents()]
+    (here / "other.jsonl").write_text("\n".join(json.dumps(one) for one in rows))
+    study_tasks.cache_clear()
+    (tasks / "letters.yaml").write_text(TASK.format(name="letters", folder=here, data="other.jsonl"))
+    assert tasks_identity(str(tasks)) != before
+    text = (tasks / "letters.yaml").read_text().replace("multiple_choice", "generate_until")
+    text = text.replace("doc_to_choice: choices\n", "").replace("metric: acc", "metric: exact_match")
+    (tasks / "letters.yaml").write_text(text)
+    study_tasks.cache_clear()
+    with pytest.raises(BadInput, match="letters: it generates text"):
+        moescope.study({**config, "tasks": "tasks"}, out=here / "study", quiet=True)
+    assert not (here / "study").exists()
+    group = {"group": "both", "task": ["letters", "absent"]}
+    (tasks / "both.yaml").write_text(json.dumps(group))
+    with pytest.raises(BadInput, match="cannot be loaded"):
+        load_tasks(str(tasks))
+
+
+def test_a_lab_model_scores_long_texts_in_windows():
     model = trained(tiny("top2", vocabulary=258)).eval()
+    model.trained_length = longest = model.config.max_positions // 2  # later positions were not trained
     harness = harness_model(model, Bytes(), 4, "cpu", "float32")
-    longest = model.config.max_positions
     text = "the quick brown fox " * (longest // 8)
-    request = SimpleNamespace(args=(text,), task_name="poems")
+    request = SimpleNamespace(args=(text,))
     (rolling,) = harness.loglikelihood_rolling([request])
     ids, total = [Bytes().end, *text.encode()], 0.0
     for first in range(0, len(ids) - 1, longest):  # the last window is filled with context from before it
@@ -239,5 +307,10 @@ def test_a_lab_model_scores_long_texts_in_windows_and_generates_nothing():
         )
     assert len(ids) > 2 * longest
     assert rolling == pytest.approx(total, rel=1e-5)
-    with pytest.raises(BadInput, match="poems"):
-        harness.generate_until([request])
+    # of a long context the end is read, beside a short one in the same batch
+    text = text.strip()
+    pairs = [(text, " jumps"), ("a", "b")]
+    found = harness.loglikelihood([SimpleNamespace(args=pair) for pair in pairs], disable_tqdm=True)
+    end = text[-(longest + 1 - len(" jumps")) :]
+    expected = [lab_log_likelihood(model, end, " jumps"), lab_log_likelihood(model, "a", "b")]
+    assert [value for value, _ in found] == pytest.approx(expected, rel=1e-5)

@@ -39,7 +39,7 @@ from moescope.lab.results import (
     Results,
     finished_arms,
 )
-from moescope.lab.results_claims import Claim, arm_claims, effect_claims, hypotheses
+from moescope.lab.results_claims import Claim, arm_claims, effect_claims, hypotheses, output_text
 from moescope.lab.results_conditions import conditions, of_arm, tunings
 from moescope.plotting.style import capital, counted, listed, number
 from moescope.reporting.pack import plain_table
@@ -405,7 +405,7 @@ def task_values(tables: Tables) -> dict[str, dict[str, Estimate]]:
 def tasks_text(tables: Tables) -> str:
     """Say which study the tasks are from, how large its models are, and what stands beside a value."""
     runs = numbers.finished(tables)
-    size = sorted({f"{count / 1e6:.2g}" for count in runs["parameters_active"].astype(float)}, key=float)
+    size = sorted({f"{count / 1e6:.2f}" for count in runs["parameters_active"].astype(float)}, key=float)
     words = size[0] if len(size) == 1 else f"{size[0]} to {size[-1]}"
     documents = int(tables["study_tasks"]["documents"].min())
     return (
@@ -447,7 +447,7 @@ def variants_section(tables: Tables) -> Section:
         )
     text = (
         "Means over layers and seeds, in evaluation on held-out text; chance in brackets. Orthogonality is "
-        "that of the outputs for the same tokens; overlap is nearly fixed by k. A layer has collapsed "
+        f"that of outputs{output_text(tables)}; overlap is nearly fixed by k. A layer has collapsed "
         "if an expert is below 1 % of the mean load or MaxVio/(n/k − 1) is above 0.5; counted over seeds and "
         "layers. "
         f"{reasons(tables, [(title, arm) for title, arm, _ in VARIANTS])}"

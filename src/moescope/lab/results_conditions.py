@@ -138,7 +138,9 @@ def other_lengths(results: Results) -> str:
     """Name the studies whose trainings have other numbers of steps than those of the main one."""
     own = steps_of(results.main)
     parts = (results.ablation, results.experts, results.sizes, results.bases, results.sweep, results.effects)
-    others = {study_name(one): steps_of(one) for one in parts if one and steps_of(one) != own}
+    others = {
+        study_name(one): steps_of(one) for one in (*parts, results.tasks) if one and steps_of(one) != own
+    }
     words = [
         f"{name} {listed([f'{steps:,.0f}' for steps in found])}"
         for name, found in others.items()

@@ -117,12 +117,12 @@ def study(
     if engine == "local":
         for arm in plan.arms:
             check_memory(arm.config, target_device)
-    if plan.tasks:
-        from moescope.lab.tasks import study_tasks
-
-        study_tasks(plan.tasks)  # raises before any training
     corpus = read_corpus(plan.base.data)
     identity = {"arguments": jsonable(plan.as_dict()), "corpus": corpus.identity}
+    if plan.tasks:
+        from moescope.lab.tasks import tasks_identity
+
+        identity["tasks"] = tasks_identity(plan.tasks)  # raises before any training
     name = Path(config).stem if isinstance(config, str | Path) else plan.reference
     folder, done = place_run(VERB, folder, name, identity, overwrite)
     if done:

@@ -205,7 +205,10 @@ COLUMNS: dict[str, Column] = {
         best="1",
     ),
     "consistency_chance": Column(
-        "float", "Consistency of independent choices with the same loads.", "mean over layers of Σ f f′/k"
+        "float", "Consistency of independent choices of the same loads.", "Σ f f′/k"
+    ),
+    "consistency_estimated": Column(
+        "int", "1 where consistency_chance is that of the last checkpoint's loads on other text, else 0."
     ),
     "output_documents": Column("int", "Documents from which tokens come for comparing outputs of experts."),
     "study_runs.usage_sigma": Column(
@@ -300,9 +303,7 @@ COLUMNS: dict[str, Column] = {
     "study_keys.y": Column("float", "Second principal component of the unit key."),
     "study_keys.tokens": Column("int", "Tokens that chose the expert in the last window of training."),
     "strength": Column("float", "Length ρ of the key.", worst="0: never chosen again", best="1"),
-    "study_keys.variance_share": Column(
-        "float", "Share of the variance of all keys that the two components show.", best="1"
-    ),
+    "study_keys.variance_share": Column("float", "Share of the keys' variance that the map shows.", best="1"),
     "study_experts.x": Column(
         "float",
         "First principal axis of the mean cosines of two experts' outputs for the same tokens.",
@@ -467,7 +468,7 @@ TABLES: dict[str, Table] = define_tables(
             *("noise_low", "noise_high", "noise_std", "load_cv"),
             *("load_cv_chance", "max_over_mean", "routing_entropy", "routing_entropy_chance"),
             *("unused_share", "dropped_share", "consistency", "consistency_chance"),
-            *("output_documents", "usage_sigma"),
+            *("consistency_estimated", "output_documents", "usage_sigma"),
             *("kendall_tau", "tokens_per_second", "peak_memory_bytes", "seconds", "parameters_total"),
             *("parameters_trainable", "parameters_active", "flops_per_token"),
             *("n_experts", "top_k", "tokens_per_step", "message"),

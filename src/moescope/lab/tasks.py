@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
 import io
+import json
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext, redirect_stderr
@@ -29,6 +31,7 @@ if TYPE_CHECKING:
 LOGGERS = ("lm_eval", "huggingface_hub", "datasets")  # they repeat at length what an error says
 FEWSHOT_SEED = 1234  # lm-eval's own
 NO_FILTER = "none"  # lm-eval's name for answers as they are
+STUDY_OPTION = "tasks ="
 ACCURACIES = ("acc", "acc_norm")  # of choices: chance is one over their number
 
 
@@ -73,7 +76,7 @@ def load_tasks(given: str, option: str = "--tasks") -> dict[str, Any]:
             found = in_folders.get(name, manager)
             if name in folders and not found.all_subtasks:
                 raise BadInput(f"{option} {name}: no task's YAML file in this folder; name another")
-            for task in folder_tasks(found) if name in folders else [name]:
+            for task in folder_tasks(found, name, option) if name in folders else [name]:
                 loaded += load_task(found, task, option)
         try:
             tasks: dict[str, Any] = manager.load(loaded)
@@ -82,15 +85,36 @@ def load_tasks(given: str, option: str = "--tasks") -> dict[str, Any]:
     for task in tasks["tasks"].values():
         if task.get_config("num_fewshot") is None:
             task.set_config(key="num_fewshot", value=0)
-        task.set_fewshot_seed(seed=FEWSHOT_SEED)
     return tasks
 
 
-def folder_tasks(manager: Any) -> list[str]:
+def run_harness(model: Any, tasks: dict[str, Any], quiet: bool) -> Any:
+    """Return lm-eval's results; every model gets the same examples in its prompts."""
+    import lm_eval
+
+    for task in tasks["tasks"].values():
+        task.set_fewshot_seed(seed=FEWSHOT_SEED)
+    with without_messages(quiet):
+        return lm_eval.evaluate(lm=model, task_dict=tasks)
+
+
+def folder_tasks(manager: Any, folder: str, option: str) -> list[str]:
     """Return the groups of a folder, and its tasks that no group holds."""
-    groups = manager.load(manager.all_groups)["groups"] if manager.all_groups else {}
+    with unloadable(folder, option):
+        groups = manager.load(manager.all_groups)["groups"] if manager.all_groups else {}
     grouped = {name for group in groups.values() for name in group.child_names}
     return [name for name in (*manager.all_groups, *manager.all_subtasks) if name not in grouped]
+
+
+@contextmanager
+def unloadable(name: str, option: str) -> Iterator[None]:
+    try:
+        yield
+    except Exception as error:  # data, YAML and code of a task: each library has its own errors
+        raise BadInput(
+            f"{option} {name}: the task or its data cannot be loaded ({first_line(error)[:200]}); load it "
+            "once where the network is, into this HF_HOME, or remove the task"
+        ) from None
 
 
 def load_task(manager: Any, name: str, option: str) -> list[Any]:
@@ -99,13 +123,8 @@ def load_task(manager: Any, name: str, option: str) -> list[Any]:
         close = get_close_matches(name, manager.all_tasks, 3)
         advice = f"near: {', '.join(close)}" if close else "`lm-eval ls tasks` lists all"
         raise BadInput(f"{option} {name}: neither a task of lm-eval nor a YAML file or folder; {advice}")
-    try:
+    with unloadable(name, option):
         found = manager.load([name])
-    except Exception as error:  # data, YAML and code of a task: each library has its own errors
-        raise BadInput(
-            f"{option} {name}: the task or its data cannot be loaded ({first_line(error)[:200]}); load it "
-            "once where the network is, into this HF_HOME, or remove the task"
-        ) from None
     for task in found["tasks"].values():
         if getattr(task, "UNSAFE_CODE", False):
             raise BadInput(f"{option} {name}: it runs code that the model writes; remove the task")
@@ -115,7 +134,6 @@ def load_task(manager: Any, name: str, option: str) -> list[Any]:
 
 def evaluate(name: str, tasks: dict[str, Any], train: TrainConfig, device: str, quiet: bool) -> Any:
     """Return lm-eval's results of one checkpoint."""
-    import lm_eval
     from lm_eval.models.huggingface import HFLM
 
     traced, _ = load_base(name, device, train)
@@ -129,7 +147,7 @@ def evaluate(name: str, tasks: dict[str, Any], train: TrainConfig, device: str, 
             batch_size=size,
             mixed_precision_dtype=precision,
         )
-        return lm_eval.evaluate(lm=model, task_dict=tasks)
+    return run_harness(model, tasks, quiet)
 
 
 def task_rows(base: dict[str, Any], result: dict[str, Any]) -> list[dict[str, Any]]:
@@ -199,28 +217,41 @@ def add_task_results(
 @cache
 def study_tasks(given: str) -> dict[str, Any]:
     """Return the tasks of a study, loaded once per process."""
-    return load_tasks(given, "tasks =")
+    tasks = load_tasks(given, STUDY_OPTION)
+    for name, task in tasks["tasks"].items():
+        if task.OUTPUT_TYPE == "generate_until":
+            raise BadInput(f"{STUDY_OPTION} {name}: it generates text, which no lab model does; remove it")
+    return tasks
+
+
+def tasks_identity(given: str) -> str:
+    """Return a hash of the tasks' documents and prompts."""
+    found = hashlib.sha256()
+    for name, task in sorted(study_tasks(given)["tasks"].items()):
+        found.update(f"{name} {task.get_config('num_fewshot')}".encode())
+        for document in task.eval_docs:
+            content = [document, task.doc_to_text(document), task.doc_to_target(document)]
+            found.update(json.dumps(content, sort_keys=True, default=str).encode())
+    return found.hexdigest()[:32]
 
 
 def score_tasks(
     given: str, model: LabModel, vocabulary: Vocabulary, size: int, device: str, dtype: str
 ) -> pd.DataFrame:
     """Return every task's metrics of a lab model, with the chance level of choices."""
-    import lm_eval
-
     tasks = study_tasks(given)
-    with without_messages(quiet=True):
-        result = lm_eval.evaluate(lm=harness_model(model, vocabulary, size, device, dtype), task_dict=tasks)
-    assert result is not None
+    result = run_harness(harness_model(model, vocabulary, size, device, dtype), tasks, quiet=True)
     levels = {name: chance_level(task) for name, task in tasks["tasks"].items()}
-    for group, children in result.get("group_subtasks", {}).items():
-        counts = {name: result["n-samples"].get(name, {}).get("effective", 0) for name in children}
-        if sum(counts.values()):
-            weighted = sum(count * levels.get(name, np.nan) for name, count in counts.items())
-            levels[group] = weighted / sum(counts.values())
+    groups = result.get("group_subtasks", {})
+
+    def level(name: str) -> float:
+        """Of a task; of a group that of its tasks, if they agree."""
+        found = {level(child) for child in groups[name]} if groups.get(name) else {levels.get(name, np.nan)}
+        return found.pop() if len(found) == 1 else np.nan
+
     rows = [row for _, row in metric_rows(result)]
     for row in rows:
-        row["chance"] = levels.get(row["task"], np.nan) if row["metric"] in ACCURACIES else np.nan
+        row["chance"] = level(row["task"]) if row["metric"] in ACCURACIES else np.nan
     return pd.DataFrame(rows)
 
 
@@ -237,7 +268,7 @@ def harness_model(model: LabModel, vocabulary: Vocabulary, size: int, device: st
     from lm_eval.api.model import TemplateLM
     from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
-    longest = model.config.max_positions
+    longest = model.trained_length  # later positions were never trained
 
     class LabHarness(TemplateLM):  # type: ignore[misc]
         eot_token_id = vocabulary.end
@@ -279,10 +310,7 @@ def harness_model(model: LabModel, vocabulary: Vocabulary, size: int, device: st
             ]
 
         def generate_until(self, requests: list[Any], disable_tqdm: bool = False) -> list[str]:
-            name = requests[0].task_name
-            raise BadInput(
-                f"tasks = {name}: it generates text, which a lab model does not; name tasks of choices"
-            )
+            raise NotImplementedError  # study_tasks rejects such tasks
 
     model.eval()
     return LabHarness()
