@@ -61,7 +61,8 @@ def with_later_columns(runs: pd.DataFrame, run: Path) -> pd.DataFrame:
     routed = runs["consistency"].notna()
     chance = pd.Series(expected.reindex(at).to_numpy(), runs.index).where(routed)
     ones = pd.Series(1, runs.index).where(routed)
-    estimated = ones.where(runs["consistency_chance"].isna(), runs["consistency_estimated"].fillna(0))
+    before = runs["output_documents"].isna() | (runs["output_documents"] == 1)  # measured since then
+    estimated = runs["consistency_estimated"].fillna(before.astype(int))
     return runs.assign(
         consistency_chance=runs["consistency_chance"].fillna(chance),
         consistency_estimated=estimated.where(routed),
