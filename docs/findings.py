@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import html
 import math
-from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cache, partial
@@ -49,9 +48,9 @@ from moescope.lab.results import (
     Estimate,
     Results,
 )
-from moescope.lab.results_claims import Claim, arm_claims, effect_claims, hypotheses
+from moescope.lab.results_claims import Claim, arm_claims, effect_claims, hypotheses, verdict_counts
 from moescope.lab.results_conditions import conditions
-from moescope.plotting.style import capital, counted, listed, number
+from moescope.plotting.style import capital, counted, number
 from moescope.run import Run
 from moescope.verb import Payload, Tables
 
@@ -122,7 +121,7 @@ def headline(results: Results) -> str:
         if best != BASELINE:
             found = numbers.above_baseline(results, best)
             words += f"; `{BASELINE}` {known[BASELINE]:.3f}"
-            words += test_words(found and replace(found, mean=-found.mean))
+            words += tested_words(found and replace(found, mean=-found.mean))
         lines.append(f"{words}.")
     claims = {one.name: one for one in hypotheses(results)}
     if claims["H1"].number:
@@ -133,16 +132,14 @@ def headline(results: Results) -> str:
         }
         how = ways.get(claims["H1"].verdict, f"({claims['H1'].verdict}) against")
         lines.append(
-            f"**SPECTRA** {how} `{BASELINE}`{test_words(results.tests['main', BASELINE])}"
+            f"**SPECTRA** {how} `{BASELINE}`{tested_words(results.tests['main', BASELINE])}"
             + (f"; cost over `{BASELINE}`: {claims['H4'].counts}." if claims["H4"].counts else ".")
         )
-    counts = Counter(one.verdict.split(":")[0] for one in claims.values())
-    verdicts = [f"{counts[name]} {name}" for name in numbers.VERDICTS if counts[name]]
-    lines.append(f"**Hypotheses of the routing paper:** {listed(verdicts)}.")
+    lines.append(f"**Hypotheses of the routing paper:** {verdict_counts([*claims.values()])}.")
     return "\n".join(f"- {line}" for line in lines)
 
 
-def test_words(found: Estimate | None) -> str:
+def tested_words(found: Estimate | None) -> str:
     """Return the estimate, its corrected p and seeds, in brackets."""
     if found is None:
         return ""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -137,3 +137,12 @@ def false_discovery_rates(p_values: Array) -> Array:
     q_values = np.empty(m)
     q_values[order] = np.minimum.accumulate(p_values[order] * (m / np.arange(m, 0, -1))).clip(max=1.0)
     return q_values
+
+
+def split_half_ceiling(halves: Sequence[float]) -> float:
+    """Return the largest correlation that noise allows: √(2r/(1 + r)) (Spearman-Brown); NaN without any.
+
+    r is the mean of the correlations between two halves of the data, at least 0.
+    """
+    r = max(float(np.mean(halves)), 0.0) if len(halves) else float("nan")
+    return float(np.sqrt(2 * r / (1 + r)))

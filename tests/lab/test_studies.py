@@ -135,14 +135,19 @@ def test_a_base_of_the_lab_predicts_the_same_in_transformers(tmp_path: Path, rou
         assert torch.allclose(theirs(input_ids=ids).logits, model.eval()(ids).logits_BLV, atol=1e-5)
 
 
-def test_a_study_at_nano_size_runs_as_the_large_one_does(tmp_path: Path):
-    design = designs.shrink(designs.causal({}))
-    design["arms"] = {name: design["arms"][name] for name in ("top2", "spectra")}
+def run_in_seconds(store: Path, name: str, design: dict, arms: tuple[str, ...]) -> None:
+    """Run these arms of a shrunk study for four steps."""
+    design["arms"] = {arm: design["arms"][arm] for arm in arms}
     design["base"]["train"] |= {"steps": 4, "evaluate_every": 2, "checkpoint_every": 2, "sequence_length": 32}
     design["base"]["data"]["max_bytes"] = 100_000
-    (tmp_path / "causal").mkdir()
-    (tmp_path / "causal" / "study.toml").write_text(designs.toml(design))
-    assert run.run_study("causal", tmp_path, tmp_path / "work", 300, 1, "cpu")
+    (store / name).mkdir()
+    (store / name / "study.toml").write_text(designs.toml(design))
+    assert run.run_study(name, store, store / "work", 300, 1, "cpu")
+
+
+def test_a_study_at_nano_size_runs_as_the_large_one_does(tmp_path: Path):
+    design = designs.shrink(designs.causal({}))
+    run_in_seconds(tmp_path, "causal", design, ("top2", "spectra"))
     first = pd.read_parquet(tmp_path / "causal" / "results.parquet")
     metrics = {arm: set(rows["metric"]) for arm, rows in first.groupby("arm")}
     common = {"validation_loss", "cv", "ffn_rms", "effect_load"}
@@ -155,12 +160,7 @@ def test_a_study_at_nano_size_runs_as_the_large_one_does(tmp_path: Path):
 
 def test_a_study_of_some_stores_keys_and_their_use(tmp_path: Path):
     design = designs.shrink(designs.some(320))
-    design["arms"] = {name: design["arms"][name] for name in ("A4", "A4 dense")}
-    design["base"]["train"] |= {"steps": 4, "evaluate_every": 2, "checkpoint_every": 4, "sequence_length": 32}
-    design["base"]["data"]["max_bytes"] = 100_000
-    (tmp_path / "some").mkdir()
-    (tmp_path / "some" / "study.toml").write_text(designs.toml(design))
-    assert run.run_study("some", tmp_path, tmp_path / "work", 300, 1, "cpu")
+    run_in_seconds(tmp_path, "some", design, ("A4", "A4 dense"))
     keys = read_parquet(str(tmp_path / "some" / "run" / "study_keys.parquet"))
     assert set(keys["arm"]) == {"A4"}
     assert (keys.groupby("seed")["expert"].nunique() == 8).all()

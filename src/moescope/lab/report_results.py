@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections import Counter
 from typing import Any
 
 import pandas as pd
@@ -39,7 +38,14 @@ from moescope.lab.results import (
     Results,
     finished_arms,
 )
-from moescope.lab.results_claims import Claim, arm_claims, effect_claims, hypotheses, output_text
+from moescope.lab.results_claims import (
+    Claim,
+    arm_claims,
+    documents_text,
+    effect_claims,
+    hypotheses,
+    verdict_counts,
+)
 from moescope.lab.results_conditions import conditions, of_arm, tunings
 from moescope.plotting.style import capital, counted, listed, number
 from moescope.reporting.pack import plain_table
@@ -127,11 +133,9 @@ def claims_table(name: str, title: str, head: str, found: list[Claim]) -> Payloa
 
 def hypotheses_section(results: Results) -> Section:
     found = hypotheses(results)
-    counts = Counter(one.verdict.split(":")[0] for one in found)
-    verdicts = [f"{counts[name]} {name}" for name in numbers.VERDICTS if counts[name]]
     text = (
-        f"Of seven published hypotheses here: {listed(verdicts)}. Numbers are means over seeds with 95 % "
-        "intervals; no effect: 0. Above 0 favours the hypothesis; H4 rests on counts and is not tested. "
+        f"Of seven published hypotheses here: {verdict_counts(found)}. Numbers are means over seeds with "
+        "95 % intervals; no effect: 0. Above 0 favours the hypothesis; H4 rests on counts and is not tested. "
         f"{family(results)} Tables of a single study correct within its question.{sources(results)} "
         f"{conditions(results)}"
     )
@@ -166,7 +170,11 @@ def effects_section(results: Results) -> Section:
         ]
         for metric in dict.fromkeys(metric for _, metric in pairs)
     ]
-    rows += [["ceiling", *(f"{numbers.effect_ceiling(tables, arm):.2f}" for arm in arms)]] if rows else []
+    ceilings = [numbers.effect_ceiling(tables, arm) for arm in arms]
+    if rows:
+        rows.append(
+            ["ceiling", *(f"{one:.2f}" if math.isfinite(one) else "not measured" for one in ceilings)]
+        )
     title = "Rank correlation with the effect, by router"
     by_router = [plain_table("results_predictors", title, heads, rows)] if rows else []
     return section("effects", EFFECTS, text, table, *by_router)
@@ -447,7 +455,7 @@ def variants_section(tables: Tables) -> Section:
         )
     text = (
         "Means over layers and seeds, in evaluation on held-out text; chance in brackets. Orthogonality is "
-        f"that of outputs{output_text(tables)}; overlap is nearly fixed by k. A layer has collapsed "
+        f"that of outputs{documents_text(tables)}; overlap is nearly fixed by k. A layer has collapsed "
         "if an expert is below 1 % of the mean load or MaxVio/(n/k − 1) is above 0.5; counted over seeds and "
         "layers. "
         f"{reasons(tables, [(title, arm) for title, arm, _ in VARIANTS])}"

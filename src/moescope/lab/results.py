@@ -17,6 +17,7 @@ import pandas as pd
 from scipy import stats
 
 from moescope.lab.study_statistics import LEVEL, MIN_SEEDS, ROUNDING, enters_comparisons, hedges_factor, holm
+from moescope.statistics import split_half_ceiling
 from moescope.verb import Tables
 
 METHOD, BASELINE = "spectra", "top2"  # arms
@@ -500,17 +501,13 @@ def predictor_correlation(tables: Tables, arms: list[str], metric: str) -> pd.Se
 
 
 def effect_ceiling(tables: Tables, arm: str) -> float:
-    """Return the largest correlation that the noise of the effects allows: √(2r/(1 + r)).
-
-    r is the mean rank correlation, over seeds and layers, of the effects on two halves of the documents.
-    """
+    """Return the largest correlation that the noise of the effects allows, by two halves of the documents."""
     rows = tables.get("study_effects")
     rows = None if rows is None else rows[(rows["arm"] == arm) & rows["half_a"].notna()]
     if rows is None or rows.empty:
         return math.nan
     halves = rows.groupby(["seed", "layer"])[["half_a", "half_b"]]
-    r = float(halves.apply(lambda one: one["half_a"].corr(one["half_b"], "spearman")).mean())
-    return math.sqrt(2 * r / (1 + r)) if r > 0 else math.nan
+    return split_half_ceiling(halves.apply(lambda one: one["half_a"].corr(one["half_b"], "spearman")))
 
 
 def loss_gain(tables: Tables, arm: str, other: str) -> pd.Series:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
@@ -19,6 +20,7 @@ from moescope.lab.results import (
     SPECIALISED,
     UNDECIDED,
     VARIANTS,
+    VERDICTS,
     Estimate,
     Results,
     Tests,
@@ -36,10 +38,10 @@ from moescope.lab.results import (
 )
 from moescope.lab.results_conditions import setting
 from moescope.lab.study_statistics import MIN_SEEDS
-from moescope.plotting.style import counted
+from moescope.plotting.style import counted, listed
 from moescope.verb import Tables
 
-FEWEST = 20  # documents from which a claim about the outputs of experts rests
+FEWEST = 20  # documents for a claim about the outputs of experts
 
 
 @dataclass(frozen=True)
@@ -60,7 +62,7 @@ def hypotheses(results: Results) -> list[Claim]:
     found, both = results.tests, missing(METHOD, BASELINE)
     main = results.main
     return [
-        beside_repeat(
+        add_repeated_difference(
             judge(
                 "H1",
                 "SPECTRA predicts better than Switch routing",
@@ -70,12 +72,12 @@ def hypotheses(results: Results) -> list[Claim]:
             ),
             results,
         ),
-        beside_all_routers(
-            enough_text(
+        add_router_values(
+            require_documents(
                 judge(
                     "H2",
                     "Experts of SPECTRA are more distinct",
-                    f"orthogonality of expert outputs{output_text(main)}, SPECTRA minus Switch Top-2",
+                    f"orthogonality of expert outputs{documents_text(main)}, SPECTRA minus Switch Top-2",
                     found["H2",],
                     both,
                 ),
@@ -84,8 +86,8 @@ def hypotheses(results: Results) -> list[Claim]:
             main,
             lambda arm: layer_value(main, arm, "output_orthogonality"),
         ),
-        beside_all_routers(
-            measured_chance(
+        add_router_values(
+            require_measured_chance(
                 judge(
                     "H3",
                     "SPECTRA routes more consistently",
@@ -115,6 +117,12 @@ def hypotheses(results: Results) -> list[Claim]:
             f"needs both routers and domains of both kinds; specialised are {', '.join(SPECIALISED)}",
         ),
     ]
+
+
+def verdict_counts(claims: list[Claim]) -> str:
+    """Return "1 refuted, 5 undecided and 1 not testable"."""
+    counts = Counter(one.verdict.split(":")[0] for one in claims)
+    return listed([f"{counts[name]} {name}" for name in VERDICTS if counts[name]])
 
 
 def arm_claims(results: Results, subject: str) -> list[Claim]:
@@ -184,21 +192,21 @@ def missing(*arms: str) -> str:
     return f"needs finished trainings of {' and '.join(arms)}"
 
 
-def output_text(tables: Tables) -> str:
-    """Say of how much text the outputs are, where that is known."""
+def documents_text(tables: Tables) -> str:
+    """Return " for tokens of N documents", where N is stored, else nothing."""
     counts = by_seed(tables, METHOD, "output_documents")
     return f" for tokens of {counted(int(counts.min()), 'document')}" if len(counts) else ""
 
 
-def enough_text(claim: Claim, tables: Tables) -> Claim:
+def require_documents(claim: Claim, tables: Tables) -> Claim:
     """Leave a claim undecided if the outputs of experts are for tokens of few documents."""
     counts = by_seed(tables, METHOD, "output_documents")
     if claim.verdict not in (CONFIRMED, REFUTED) or not len(counts) or counts.min() >= FEWEST:
         return claim
-    return replace(claim, verdict=UNDECIDED, why=f"significant, but {output_text(tables).strip()} only")
+    return replace(claim, verdict=UNDECIDED, why=f"significant, but {documents_text(tables).strip()} only")
 
 
-def measured_chance(claim: Claim, tables: Tables) -> Claim:
+def require_measured_chance(claim: Claim, tables: Tables) -> Claim:
     """Leave H3 undecided where the chance level was not measured, and give the difference without it."""
     estimated = by_seed(tables, METHOD, "consistency_estimated")
     if claim.number is None or not estimated.any():
@@ -211,7 +219,7 @@ def measured_chance(claim: Claim, tables: Tables) -> Claim:
     return replace(claim, verdict=UNDECIDED, why=why)
 
 
-def beside_repeat(claim: Claim, results: Results) -> Claim:
+def add_repeated_difference(claim: Claim, results: Results) -> Claim:
     """Add the same difference in the study of ablations, which trains both arms again."""
     repeated = over_seeds(loss_gain(results.ablation, METHOD, BASELINE).dropna())
     if claim.number is None or repeated is None or results.ablation is results.main:
@@ -221,7 +229,7 @@ def beside_repeat(claim: Claim, results: Results) -> Claim:
     return replace(claim, why="; ".join(part for part in (claim.why, text) if part))
 
 
-def beside_all_routers(claim: Claim, tables: Tables, value: Callable[[str], Estimate | None]) -> Claim:
+def add_router_values(claim: Claim, tables: Tables, value: Callable[[str], Estimate | None]) -> Claim:
     """Add the values of all routers, and the learning rates of the two that are compared."""
     known = {arm: found.mean for arm in compared_arms(tables) if (found := value(arm))}
     if claim.number is None or not known:

@@ -174,11 +174,14 @@ def measure(
     layers, loads = measure_routing(model, text.documents, trained, size, device, train.dtype)
     routes = len(loads) > 0
     if model.routers[0].has_keys:
-        keys = key_tables(run, model, train.steps)["key_metrics"]
-        keys = keys.assign(metric="key_" + keys["metric"], domain="")
-        layers = pd.concat([layers, keys[list(layers)]], ignore_index=True)
+        keys = key_tables(run, model, train.steps)
+        found = keys["key_metrics"].assign(metric="key_" + keys["key_metrics"]["metric"], domain="")
+        layers = pd.concat([layers, found[list(layers)]], ignore_index=True)
+        of_keys = {"study_keys": keys["key_map"].drop(columns=["step", "variance_share_chance"])}
+    else:
+        of_keys = {}
     del model
-    tables = {"study_documents": documents, "study_layers": layers, "study_loads": loads}
+    tables = of_keys | {"study_documents": documents, "study_layers": layers, "study_loads": loads}
     tables["study_usage"] = usage_over_steps(run)
     documents = documents[documents["domain"].isin(trained)]  # others were never trained on
     noise = evaluation_noise(documents)
@@ -229,16 +232,12 @@ def usage_over_steps(run: Run) -> pd.DataFrame:
 def probe_model(run: Run, task: TrainingTask, text: StudyText, device: str) -> dict[str, pd.DataFrame]:
     """Return what `study_probes` and the tasks of lm-eval find in the trained model."""
     from moescope.decoder.saving import load_model
-    from moescope.lab.some_keys import key_tables
     from moescope.lab.study_probes import probe
 
     train = task.config.train
     model, _ = load_model(Path(saved_checkpoints(run.path / "checkpoints")[-1]["path"]), device)
     size = max(train.batch_size // train.micro_batches, 1)
     frames = probe(model, text.data.validation, text.vocabulary, size, device, train.dtype)
-    if model.routers[0].has_keys:
-        keys = key_tables(run, model, train.steps)["key_map"]
-        frames["study_keys"] = keys.drop(columns=["step", "variance_share_chance"])
     if task.tasks:
         from moescope.lab.tasks import score_tasks
 

@@ -1,4 +1,4 @@
-"""Tasks of lm-eval (the extra `tasks`): on a base and what it became, and on the trainings of a study."""
+"""Tasks of lm-eval (the extra `tasks`), for a base model and its trained result, and for studies."""
 
 from __future__ import annotations
 
@@ -100,14 +100,15 @@ def run_harness(model: Any, tasks: dict[str, Any], quiet: bool) -> Any:
 
 def folder_tasks(manager: Any, folder: str, option: str) -> list[str]:
     """Return the groups of a folder, and its tasks that no group holds."""
-    with unloadable(folder, option):
+    with loading_errors(folder, option):
         groups = manager.load(manager.all_groups)["groups"] if manager.all_groups else {}
     grouped = {name for group in groups.values() for name in group.child_names}
     return [name for name in (*manager.all_groups, *manager.all_subtasks) if name not in grouped]
 
 
 @contextmanager
-def unloadable(name: str, option: str) -> Iterator[None]:
+def loading_errors(name: str, option: str) -> Iterator[None]:
+    """Raise what goes wrong inside as one line."""
     try:
         yield
     except Exception as error:  # data, YAML and code of a task: each library has its own errors
@@ -123,7 +124,7 @@ def load_task(manager: Any, name: str, option: str) -> list[Any]:
         close = get_close_matches(name, manager.all_tasks, 3)
         advice = f"near: {', '.join(close)}" if close else "`lm-eval ls tasks` lists all"
         raise BadInput(f"{option} {name}: neither a task of lm-eval nor a YAML file or folder; {advice}")
-    with unloadable(name, option):
+    with loading_errors(name, option):
         found = manager.load([name])
     for task in found["tasks"].values():
         if getattr(task, "UNSAFE_CODE", False):

@@ -24,7 +24,7 @@ from moescope.plotting.style import (
     layer_colors,
     number,
 )
-from moescope.statistics import CONFIDENCE, RESAMPLES, false_discovery_rates
+from moescope.statistics import CONFIDENCE, RESAMPLES, false_discovery_rates, split_half_ceiling
 from moescope.verb import Figure, FigureSpec, Tables, Trace
 
 FEWEST_CLAIMED = 12  # layers
@@ -145,14 +145,13 @@ def correlate(scores: pd.DataFrame, predictor: str, given: str | None = None, se
     value, enough = float(by_layer.mean()), len(found) >= FEWEST_CLAIMED
     p = (1 + int((permuted >= abs(value) - 1e-12).sum())) / (PERMUTATIONS + 1)
     low, high = bootstrap_mean(by_layer, generator) if enough else (float("nan"), float("nan"))
-    r = max(float(np.mean(halves)), 0.0) if halves else float("nan")
     return Correlation(
         value,
         low,
         high,
         p if enough else float("nan"),
         float(np.quantile(permuted, CONFIDENCE)),
-        float(np.sqrt(2 * r / (1 + r))),
+        split_half_ceiling(halves),
         tuple(layers),
         by_layer,
     )
