@@ -311,6 +311,7 @@ def existing(tuned: Design) -> Design:
             options = {key: value for key, value in tuned.get(router, {}).items() if key != "learning_rate"}
             chosen = {"router_options": options} if options else {}
             arms[f"{name}: {router}"] = {"model": {**experts, "router": router, **chosen}, "train": longer}
+    arms["existing MoE: top2, new rows"] = {**arms["existing MoE: top2"], "axes": {"rows": "new"}}
     shared = base(steps=BASE_STEPS)
     shared["data"]["max_bytes"] = EXISTING_BYTES
     shared["train"] |= {"evaluate_every": BASE_STEPS, "checkpoint_every": BASE_STEPS, "compile": False}

@@ -2,7 +2,8 @@
 
 Arms are named "BASE: WAY". The lab trains each base with the settings of its arm `untouched`. `top2` and
 `spectra` put that router into the base, as `moescope train --base` does (a dense base is upcycled), and train
-routers and experts; `trained on` trains the base itself as long on the same text.
+routers and experts; `trained on` trains the base itself as long on the same text. top2 continues with the
+rows of an MoE base; `top2, new rows` draws them anew first, as the router of spectra is.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ if TYPE_CHECKING:
     from moescope.lab.config import LabConfig
     from moescope.lab.study_task import StudyText
 
-UNTOUCHED, LONGER = "untouched", "trained on"
+UNTOUCHED, LONGER, NEW_ROWS = "untouched", "trained on", ", new rows"
 
 
 def run_task(device: str, task: TrainingTask, tick: Callable[[], None]) -> TaskResult:
@@ -70,8 +71,10 @@ def arm_loss(task: TrainingTask, text: StudyText, device: str) -> float:
     """Return the mean loss per token on the validation documents."""
     from moescope.decoder.ranks import Ranks
 
-    base = str(trained_base(task, text, device))
     way, model = task.arm.rsplit(": ", 1)[1], task.config.model
+    base = str(trained_base(task, text, device))
+    if way.endswith(NEW_ROWS):
+        base = str(with_new_rows(Path(base), task.study / "bases" / task.folder.name, task.seed))
     config = existing_settings(task, base, KEPT if way in (UNTOUCHED, LONGER) else model.router)
     identity = existing_identity(base, config, text.corpus)
     job = ExistingJob(task.folder, base, config, text.corpus, identity, device, Ranks(), True, "")
@@ -126,6 +129,21 @@ def trained_base(task: TrainingTask, text: StudyText, device: str) -> Path:
             except BlockingIOError:
                 continue
             train_base(arm.of_seed(seed), folder / arm.training_name(seed), task.corpus, text, device)
+    return target
+
+
+def with_new_rows(base: Path, target: Path, seed: int) -> Path:
+    """Copy a checkpoint, its routers' rows drawn anew as the family draws them, and return the copy."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(base)
+    generator = torch.Generator().manual_seed(seed)
+    for name, weight in model.named_parameters():
+        if name.endswith(".gate.weight"):
+            torch.nn.init.normal_(weight, std=model.config.initializer_range, generator=generator)
+    shutil.copytree(base, target, dirs_exist_ok=True)
+    model.save_pretrained(target)
     return target
 
 

@@ -29,9 +29,9 @@ from continuations import write_tasks
 
 from moescope.lab.corpus import held_out
 from moescope.lab.study import TASK_TABLES, VERB, current_tables
-from moescope.lab.study_config import read_study
+from moescope.lab.study_config import Study, read_study
 from moescope.lab.tables import TABLES
-from moescope.run import RunWriter, read_run_json, write_json, write_table
+from moescope.run import RunWriter, jsonable, read_run_json, write_json, write_table
 from moescope.storage import without_absolute_paths
 from moescope.tables import read_parquet
 
@@ -49,9 +49,12 @@ OWN_TASKS = ("causal", "existing")  # studies whose trainings are those of the m
 KEYS = ["study", "question", "arm", "seed", "status", "metric", "layer", "domain", "value", "chance"]
 
 
-def run_study(name: str, store: Path, work: Path, seconds: float, jobs: int, device: str) -> bool:
+def run_study(name: str, store: Path, work: Path, seconds: float, given: argparse.Namespace) -> bool:
     """Run one study for at most that long, from what is stored; return whether it is done."""
-    file, folder = store / name / "study.toml", work / name
+    file, folder, jobs, device = store / name / "study.toml", work / name, given.jobs, given.device
+    again = {"again": given.again} if given.again else {}
+    if again:
+        forget(store / name / "run", given.again)
     if not (folder / "run.json").exists() and (store / name / "run" / "run.json").exists():
         unpack(store / name / "run", folder, file)
     before = len(finished(store / name / "run"))
@@ -72,11 +75,11 @@ def run_study(name: str, store: Path, work: Path, seconds: float, jobs: int, dev
     spent = time.perf_counter() - began
     if not (folder / "run.json").exists():
         return False
-    pack(folder, store / name)
+    pack(folder, store / name, given.shared)
     done = len(finished(store / name / "run"))
-    shard = {"started": started, "seconds": round(spent, 1), "trainings": done - before, "jobs": jobs}
+    shard = {"started": started, "seconds": round(spent, 1), "trainings": done - before, **again}
     commit = (read_run_json(folder) or {}).get("package_commit")
-    describe(store / name, {**shard, "device": device_name(device), "package_commit": commit})
+    describe(store / name, {**shard, "jobs": jobs, "device": device_name(device), "package_commit": commit})
     print(f"{name}: {done} trainings, {done - before} in this shard, {spent:.0f} s", flush=True)
     return (read_run_json(folder) or {}).get("status") == "done"
 
@@ -91,8 +94,11 @@ def finished(run: Path) -> set[tuple[str, int]]:
     return set(zip(runs["arm"], runs["seed"], strict=True))
 
 
-def pack(folder: Path, target: Path) -> None:
-    """Store run.json and the tables of a run folder, and write results.parquet."""
+def pack(folder: Path, target: Path, shared: bool) -> None:
+    """Store run.json and the tables of a run folder, and write results.parquet.
+
+    On a shared device the parts of a block were timed beside other work: times that are stored remain.
+    """
     run, info = target / "run", read_run_json(folder) or {}
     run.mkdir(parents=True, exist_ok=True)
     if info.get("status") != "done":  # it may have been stopped while it wrote its tables
@@ -101,7 +107,7 @@ def pack(folder: Path, target: Path) -> None:
         ).items():
             write_table(TABLES[table], frame, folder / f"{table}.parquet")
     for table in TABLES:
-        if (folder / f"{table}.parquet").exists():
+        if (folder / f"{table}.parquet").exists() and not (shared and table == "overhead"):
             shutil.copy(folder / f"{table}.parquet", run)
     write_json(run / "run.json", {**without_absolute_paths(info), "anonymous": True})
     write_results(results(target.name, run), target / "results.parquet")
@@ -113,13 +119,14 @@ def write_results(frame: pd.DataFrame, file: Path) -> None:
 
 def unpack(run: Path, folder: Path, study: Path) -> None:
     """Make a run folder that `moescope study` continues: one task per stored training."""
-    info = read_run_json(run) or {}
-    if info.get("status") == "done":
+    info, plan = read_run_json(run) or {}, read_study(study)
+    if info.get("status") == "done" and len(finished(run)) == len(plan.trainings):
         shutil.copytree(run, folder)
         return
     folder.mkdir(parents=True)
-    write_json(folder / "run.json", info)
-    arms = {arm.name: arm for arm in read_study(study).arms}
+    arguments = with_new_arms(info["arguments"], plan)
+    write_json(folder / "run.json", {**info, "arguments": arguments, "status": "interrupted"})
+    arms = {arm.name: arm for arm in plan.arms}
     tables = {
         name: read_parquet(str(run / f"{name}.parquet"), TABLES[name])
         for name in TASK_TABLES
@@ -133,6 +140,26 @@ def unpack(run: Path, folder: Path, study: Path) -> None:
             if len(rows):
                 write_table(TABLES[name], rows, task / f"{name}.parquet")
         write_json(task / "setup.json", {"arm": arm, "seed": int(seed)})
+
+
+def with_new_arms(stored: dict[str, Any], plan: Study) -> dict[str, Any]:
+    """Return the stored arguments, with arms that the study was given since."""
+    now = jsonable(plan.as_dict())
+    same = {**now, "arms": {name: arm for name, arm in now["arms"].items() if name in stored["arms"]}}
+    return now if same == stored else stored  # `moescope study` rejects what was changed
+
+
+def forget(run: Path, arms: list[str]) -> None:
+    """Remove the stored trainings of these arms, so that they are trained again."""
+    info = read_run_json(run) or {}
+    unknown = set(arms) - {arm["name"] for arm in info["arms"]}
+    if unknown:
+        sys.exit(f"--again {sorted(unknown)[0]}: no arm of {run.parent.name}")
+    for name in TASK_TABLES:
+        file = run / f"{name}.parquet"
+        if file.exists():
+            frame = read_parquet(str(file), TABLES[name])
+            write_table(TABLES[name], frame[~frame["arm"].isin(arms)], file)
 
 
 def describe(target: Path, shard: dict[str, Any]) -> None:
@@ -290,6 +317,8 @@ def main() -> None:
     parser.add_argument("--jobs", type=int, default=2)
     parser.add_argument("--device", default="auto")
     parser.add_argument("--smoke", action="store_true")
+    parser.add_argument("--shared", action="store_true", help="other work uses the device: store no timings")
+    parser.add_argument("--again", nargs="+", metavar="ARM", help="train these arms again")
     given = parser.parse_args()
     end = time.perf_counter() + given.seconds
     work = given.work or Path(tempfile.mkdtemp(prefix="studies-"))
@@ -301,7 +330,7 @@ def main() -> None:
     try:
         for name in names:
             left = end - time.perf_counter()
-            if left < MARGIN or not run_study(name, store, work, left, given.jobs, given.device):
+            if left < MARGIN or not run_study(name, store, work, left, given):
                 print(f"{name}: not finished", flush=True)
                 sys.exit(1 if given.smoke else 0)
             if name in AFTER:

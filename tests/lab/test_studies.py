@@ -8,6 +8,7 @@ import random
 import shutil
 import sys
 import tomllib
+from argparse import Namespace
 from pathlib import Path
 from types import ModuleType
 
@@ -142,7 +143,8 @@ def run_in_seconds(store: Path, name: str, design: dict, arms: tuple[str, ...]) 
     design["base"]["data"]["max_bytes"] = 100_000
     (store / name).mkdir()
     (store / name / "study.toml").write_text(designs.toml(design))
-    assert run.run_study(name, store, store / "work", 300, 1, "cpu")
+    given = Namespace(jobs=1, device="cpu", again=None, shared=False)
+    assert run.run_study(name, store, store / "work", 300, given)
 
 
 def test_a_study_at_nano_size_runs_as_the_large_one_does(tmp_path: Path):
@@ -215,9 +217,9 @@ def test_stored_results_follow_from_the_stored_tables_and_the_next_shard_continu
     plan = study_from(tomllib.loads((folder / "study.toml").read_text()))
     assert json.loads(json.dumps(plan.as_dict())) == info["arguments"]
     done = run.finished(folder / "run")
-    assert len(done) == sum(
-        shard["trainings"] for shard in json.loads((folder / "environment.json").read_text())["shards"]
-    )
+    shards = json.loads((folder / "environment.json").read_text())["shards"]
+    again = sum(len(shard.get("again", ())) for shard in shards) * len(plan.seeds)
+    assert len(done) == sum(shard["trainings"] for shard in shards) - again
     losses = stored[(stored["metric"] == "validation_loss") & (stored["domain"] == "")]
     assert set(zip(losses["arm"], losses["seed"], strict=True)) <= done
 
@@ -239,3 +241,16 @@ def test_a_shard_continues_from_tables_alone(tmp_path: Path):
             frame.sort_values(list(table.keys), ignore_index=True) for frame in (before, writer.joined(name))
         )
         pd.testing.assert_frame_equal(one, other, check_dtype=False)
+
+
+def test_arms_that_are_trained_again_leave_the_stored_tables_and_no_other_arm_does(tmp_path: Path):
+    folder = next(folder for folder in STORED if (folder / "run" / "study_layers.parquet").exists())
+    copy = tmp_path / folder.name / "run"
+    shutil.copytree(folder / "run", copy)
+    before = run.finished(copy)
+    arm = min(before)[0]
+    run.forget(copy, [arm])
+    assert run.finished(copy) == {one for one in before if one[0] != arm}
+    assert arm not in set(read_parquet(str(copy / "study_layers.parquet"), TABLES["study_layers"])["arm"])
+    with pytest.raises(SystemExit, match="no arm of"):
+        run.forget(copy, ["no such arm"])

@@ -331,7 +331,7 @@ def distinct(arms: list[Arm], where: str) -> list[Arm]:
             if unique[arm.name].config != arm.config:
                 raise BadInput(f"{where}: two different arms are called {arm.name!r}; rename one")
             continue
-        same = [other for other in unique.values() if other.config == arm.config]
+        same = [other for other in unique.values() if (other.config, other.axes) == (arm.config, arm.axes)]
         if same:
             raise BadInput(
                 f"{where}: arms {same[0].name!r} and {arm.name!r} are the same training; remove one"
