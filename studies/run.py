@@ -22,6 +22,7 @@ from typing import Any
 
 import numpy as np
 import pandas as pd
+from pyarrow.parquet import read_metadata
 
 sys.path.insert(0, str(Path(__file__).parent))
 import designs
@@ -31,7 +32,7 @@ from moescope.lab.corpus import held_out
 from moescope.lab.study import TASK_TABLES, VERB, current_tables
 from moescope.lab.study_config import Study, read_study
 from moescope.lab.tables import TABLES
-from moescope.run import RunWriter, jsonable, read_run_json, write_json, write_table
+from moescope.run import RunWriter, jsonable, package_commit, read_run_json, write_json, write_table
 from moescope.storage import without_absolute_paths
 from moescope.tables import read_parquet
 
@@ -78,8 +79,8 @@ def run_study(name: str, store: Path, work: Path, seconds: float, given: argpars
     pack(folder, store / name, given.shared)
     done = len(finished(store / name / "run"))
     shard = {"started": started, "seconds": round(spent, 1), "trainings": done - before, **again}
-    commit = (read_run_json(folder) or {}).get("package_commit")
-    describe(store / name, {**shard, "jobs": jobs, "device": device_name(device), "package_commit": commit})
+    machine = {"device": device_name(device), "package_commit": package_commit()}
+    describe(store / name, {**shard, "jobs": jobs, **machine})
     print(f"{name}: {done} trainings, {done - before} in this shard, {spent:.0f} s", flush=True)
     return (read_run_json(folder) or {}).get("status") == "done"
 
@@ -107,8 +108,9 @@ def pack(folder: Path, target: Path, shared: bool) -> None:
         ).items():
             write_table(TABLES[table], frame, folder / f"{table}.parquet")
     for table in TABLES:
-        if (folder / f"{table}.parquet").exists() and not (shared and table == "overhead"):
-            shutil.copy(folder / f"{table}.parquet", run)
+        file = folder / f"{table}.parquet"
+        if file.exists() and read_metadata(file).num_rows and not (shared and table == "overhead"):
+            shutil.copy(file, run)
     write_json(run / "run.json", {**without_absolute_paths(info), "anonymous": True})
     write_results(results(target.name, run), target / "results.parquet")
 
