@@ -35,12 +35,13 @@ from moescope.lab.report_results import (
     sources,
     task_values,
 )
-from moescope.lab.report_some import RUNS, epoch_losses, some_studies
+from moescope.lab.report_some import RUNS, as_published, epoch_losses, some_studies
 from moescope.lab.report_study import described, study_tables
 from moescope.lab.results import (
     BASELINE,
     DENSE_ACTIVE,
     FIXED_CHOICES,
+    LONGER,
     METHOD,
     NOT_RUN,
     ROUTERS,
@@ -122,7 +123,7 @@ def headline(results: Results) -> str:
             found = numbers.above_baseline(results, best)
             words += f"; `{BASELINE}` {known[BASELINE]:.3f}"
             words += tested_words(found and replace(found, mean=-found.mean))
-        lines.append(f"{words}.")
+        lines.append(f"{words}.{longer_words(results, best)}")
     claims = {one.name: one for one in hypotheses(results)}
     if claims["H1"].number:
         ways = {
@@ -137,6 +138,19 @@ def headline(results: Results) -> str:
         )
     lines.append(f"**Hypotheses of the routing paper:** {verdict_counts([*claims.values()])}.")
     return "\n".join(f"- {line}" for line in lines)
+
+
+def longer_words(results: Results, arm: str) -> str:
+    """Return how the arm compares with the baseline in the studies that train both four times as long."""
+    words = []
+    for name in map(numbers.study_name, results.others):
+        found = results.tests.get((name, f"{arm}{LONGER}", f"{BASELINE}{LONGER}"))
+        if found:
+            how = "better" if found.mean > 0 else "worse"
+            p = f", p {p_text(found.p_adjusted)}" if math.isfinite(found.p_adjusted) else ""
+            size = estimate_text(replace(found, mean=abs(found.mean)), 3, chance=False)
+            words.append(f"{how} by {size} in `{name}`{p}, {counted(found.seeds, 'seed')}")
+    return f" After four times the steps: {'; '.join(words)}." if words else ""
 
 
 def tested_words(found: Estimate | None) -> str:
@@ -293,7 +307,7 @@ def significance_panels(results: Results) -> Panels:
         first, _, second = title.partition(" vs. ")
         kind = "base models" if second.startswith("Top-2, ") else "routers"
         kind = "ablations" if first != "SPECTRA" else kind
-        name = second.split(" (")[0].removeprefix("Top-2, ")
+        name = second.split(" (")[0].removeprefix("Top-2, ").replace("new rows, ", "")
         groups.setdefault(kind, []).append((name, one))
     closure = [(arm, numbers.gap_closure(results.main, arm)) for _, arm in ROUTERS]
     return [
@@ -513,6 +527,23 @@ def experts_panels(results: Results) -> Panels:
     return panels
 
 
+def sizes_panels(results: Results) -> Panels:
+    """The loss of each router by active parameters, of several arms of a size the best."""
+    tables, lines = results.sizes, {}
+    labels: dict[float, str] = {}
+    for router, title in {**SHOWN, DENSE_ACTIVE: "dense"}.items():
+        points = []
+        for size in numbers.axis_values(tables, "size"):
+            arm = numbers.arm_at(tables, router, "size", size)
+            loss = numbers.run_value(tables, arm, "validation_loss")
+            if loss:
+                place = math.log2(numbers.by_seed(tables, arm, "parameters_active").mean())
+                labels.setdefault(place, size if router == DENSE_ACTIVE else "")
+                points.append((place, loss))
+        lines[title] = points
+    return [Lines("Loss (nats per token) by active parameters, log scale", lines, labels)] if labels else []
+
+
 def sweep_panels(results: Results) -> Panels:
     arms = [(arm.removeprefix(f"{METHOD} "), arm) for arm in sorted(numbers.finished_arms(results.sweep))]
     worst = [(title, numbers.worst_cv(results.sweep, arm)) for title, arm in arms]
@@ -577,7 +608,7 @@ def effects_panels(results: Results) -> Panels:
 
 
 def some_panels(results: Results) -> Panels:
-    """The loss with pads by epoch, here and as published, and maps of the keys of the first seed."""
+    """The loss by epoch, here and as published (with pads), and maps of the keys of the first seed."""
     panels: Panels = []
     for tables in some_studies(results)[:1]:
         series = {
@@ -590,7 +621,8 @@ def some_panels(results: Results) -> Panels:
         }
         labels = {float(epoch): str(epoch) for epoch in range(1, len(RUNS["A4"].losses) + 1)}
         known = {run: points for run, points in series.items() if points}
-        titles = {"Loss with pads by epoch": known, "Published loss by epoch": published}
+        pads = "with" if as_published(tables) else "without"
+        titles = {f"Loss {pads} pads by epoch": known, "Published loss, with pads, by epoch": published}
         panels += [Lines(title, lines, labels, marks=False) for title, lines in titles.items() if known]
         keys = tables.get("study_keys")
         if keys is not None and len(keys):
@@ -626,6 +658,7 @@ CHARTS: dict[str, tuple[Callable[[Results], Panels], str]] = {
     "overhead": (overhead_panels, "Median time of a forward pass in training mode."),
     "bases": (bases_panels, f"{MEANS}, paired by seed; left of the line is better than {BASELINE}."),
     "experts": (experts_panels, f"{MEANS}; grey: chance, or balanced load."),
+    "sizes": (sizes_panels, f"{MEANS}; learning rates were tuned at size S."),
     "sweep": (sweep_panels, f"{MEANS}; the line is the target, grey is balanced random routing."),
     "stability": (stability_panels, f"{MEANS}; lines: ideal."),
     "figure-arms-validation-loss-by-step": (

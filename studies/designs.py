@@ -264,14 +264,17 @@ def scaling_experts(tuned: Design) -> Design:
 
 
 def scaling_size(tuned: Design) -> Design:
-    arms = {
-        f"{router} {size}": {
-            **arm(router, tuned, **model),
-            **{"question": "scaling", "axes": {"router": router, "size": size}},
-        }
-        for router in ("dense", "top2", "spectra")
-        for size, model in SIZES.items()
-    }
+    """Three sizes. Rates were tuned at the smallest: larger ones also have it divided as the width grows."""
+    arms: dict[str, Design] = {}
+    for router in ("dense", "top2", "spectra"):
+        for size, model in SIZES.items():
+            one = arm(router, tuned, **model)
+            axes = {"question": "scaling", "axes": {"router": router, "size": size}}
+            arms[f"{router} {size}"] = {**one, **axes}
+            times = model["d_model"] // SIZES["S"]["d_model"]
+            if times > 1:
+                lower = float(f"{one['train']['learning_rate'] / times:.2g}")
+                arms[f"{router} {size} at {lower:g}"] = {**one, "train": rate(lower), **axes}
     return study("top2 S", 5, arms, base())
 
 
@@ -335,8 +338,9 @@ def hash_study(vocabulary: str, tuned: Design) -> Design:
 def some(length: int) -> Design:
     """SoME's published runs on Russian stories.
 
-    At 768 tokens, as published, with pads in the loss: all runs. At 320, which holds every row: the smallest
-    and the largest with controls. A checkpoint of the largest has 11 GB: one is written, at the end.
+    At 768 tokens with pads as targets, as published: all runs. At 320, which holds every row, without pads:
+    the smallest and the largest with controls. A checkpoint of the largest has 11 GB: one is written, at the
+    end.
     """
     published = {f"published_{name}": True for name in ("usage", "peers", "order", "pads", "temperature")}
     arms: dict[str, Design] = {
@@ -353,10 +357,11 @@ def some(length: int) -> Design:
         arms = {"A4": arms["A4"], "B3": arms["B3"]} | {
             name: {"model": model} for name, model in controls.items()
         }
+    layout = {} if length < 768 else {"layout": "padded"}
     shared = {
         "model": {"max_positions": length},
         "data": {
-            "vocabulary": "bpe",
+            **{"vocabulary": "bpe", **layout},
             "domains": {"tinystories_ru": f"{TEXT}/some/train/tinystories_ru.jsonl.gz"},
             "validation": {"tinystories_ru": f"{TEXT}/some/test/tinystories_ru.jsonl.gz"},
         },

@@ -44,6 +44,17 @@ def test_document_rows_begin_documents_and_pad_the_rest():
     assert batch.mask_BL[1].tolist() == [True] * 3 + [False] * 5
 
 
+def test_padded_rows_are_document_rows_whose_pads_are_targets():
+    padded, separate = rows("padded"), rows("documents")
+    every = np.arange(separate.rows)
+    one, other = padded.batch(every), separate.batch(every)
+    assert np.array_equal(one.ids_BL, other.ids_BL)
+    assert np.array_equal(one.mask_BL, other.mask_BL)
+    pad = Bytes().pad
+    assert one.targets_BL[1].tolist() == [ord("l"), ord("m"), Bytes().end, *[pad] * 5]
+    assert padded.sample(2).pad_targets
+
+
 def test_every_row_comes_once_an_epoch_and_epochs_differ():
     packed = rows()
     n = packed.rows

@@ -73,7 +73,8 @@ def test_answers_come_first_then_tables_in_the_papers_order(run: Run):
             "Table 10",
             "Table 11",
         ),
-        *("Options of SPECTRA and load balance", "Table 12", "6.7 Case studies", "6.8 Failure modes"),
+        *("Sizes", "Options of SPECTRA and load balance", "Table 12", "6.7 Case studies"),
+        "6.8 Failure modes",
         *("Effect of removing experts", "SoME's runs"),
     ]
     drawn = [spec.name for section in page(run.path) for spec, _ in section.figures]

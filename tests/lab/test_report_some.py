@@ -26,7 +26,7 @@ def test_the_published_runs_are_the_published_ones():
         assert row["experts_used"] in ("", str(one.used))
 
 
-def some_tables(length: float) -> dict[str, pd.DataFrame]:
+def some_tables(length: float, pads: float = 1.0) -> dict[str, pd.DataFrame]:
     runs = pd.DataFrame(
         [
             {"arm": arm, "seed": seed, "question": "main", "status": "done", "n_experts": 64}
@@ -51,9 +51,11 @@ def some_tables(length: float) -> dict[str, pd.DataFrame]:
             for seed in range(2)
         ]
     )
-    settings = pd.DataFrame([("A4", "sequence_length", length)], columns=["arm", "name", "value"])
+    settings = [("A4", "sequence_length", length), ("A4", "pad_targets", pads)]
+    settings = pd.DataFrame(settings, columns=["arm", "name", "value"])
     curves = [(step, seed, 1.0 / step + seed) for step in (312, 624, 1248) for seed in range(2)]
-    frame = pd.DataFrame(curves, columns=["step", "seed", "validation_loss_published"]).assign(arm="A4")
+    frame = pd.DataFrame(curves, columns=["step", "seed", "validation_loss_published"])
+    frame = frame.assign(arm="A4", validation_loss=frame["validation_loss_published"] + 1)
     name = pd.DataFrame({"name": [f"some {length:g}"]})
     return {
         **{"study_runs": runs, "study_layers": layers, "study_settings": settings},
@@ -61,7 +63,7 @@ def some_tables(length: float) -> dict[str, pd.DataFrame]:
     }
 
 
-def test_published_numbers_stand_beside_rows_of_the_published_length_only():
+def test_published_losses_stand_beside_trainings_on_the_pads_of_such_rows_only():
     section = some_section(Results.of([some_tables(320.0), some_tables(768.0)]))
     rows = {(row[0], row[1]): row[2:] for row in section.tables[0]["rows"]}
     assert next(iter(rows)) == ("some 768", "A4")
@@ -78,13 +80,22 @@ def test_published_numbers_stand_beside_rows_of_the_published_length_only():
         "75.0 ± 0.0 (100.0)",
         "100.0",
     ]
-    assert rows["some 320", "A4"][3] == "none"
+    assert rows["some 320", "A4"][2:4] == ["none", "none"]
+    assert rows["some 320", "A4"][4:10] == published[4:10]  # use of experts
     assert rows["some 768", "A4 frozen keys"][3] == "none"
     assert epoch_losses(some_tables(768.0), "A4") == [
         (1.0, pytest.approx(1 / 312 + 0.5)),
         (2.0, pytest.approx(1 / 624 + 0.5)),
         (4.0, pytest.approx(1 / 1248 + 0.5)),
     ]
+
+
+def test_a_model_that_did_not_learn_pads_has_no_loss_with_pads():
+    tables = some_tables(768.0, pads=0.0)
+    row = some_section(Results.of([tables])).tables[0]["rows"][0]
+    assert row[3].startswith("2.0500 ± ")
+    assert row[4] == "none"
+    assert epoch_losses(tables, "A4")[0] == (1.0, pytest.approx(1 / 312 + 1.5))
 
 
 def test_without_runs_the_published_ones_stand_alone():

@@ -449,16 +449,66 @@ def test_an_undecided_claim_gives_its_interval_as_uncorrected():
     assert h1.why == f"95 % interval {low:.3f} to {high:.3f} (not corrected)"
 
 
-def test_values_of_all_routers_stand_beside_h2_and_h3():
+def test_h3_stands_beside_the_difference_at_one_learning_rate_and_by_number_of_experts():
     consistency = {"top2": [0.7, 0.72, 0.69, 0.71, 0.7], "spectra": [0.74, 0.73, 0.75, 0.74, 0.73]}
-    consistency["expert_choice"] = [0.81, 0.83, 0.82, 0.84, 0.80]
     level = {arm: [0.0] * 5 for arm in consistency}
-    tables = study(losses_of_five_seeds(), consistency=consistency, consistency_chance=level)
+    main = study(losses_of_five_seeds(), consistency=consistency, consistency_chance=level)
     rates = [("spectra", "learning_rate", 0.008), ("top2", "learning_rate", 0.004)]
-    tables["study_settings"] = pd.DataFrame(rates, columns=["arm", "name", "value"])
-    h3 = hypotheses(Results.of([tables]))[2]
-    assert "expert_choice 0.820, spectra 0.738, top2 0.704" in h3.why
+    main["study_settings"] = pd.DataFrame(rates, columns=["arm", "name", "value"])
+    slower = "spectra at the rate of top2"
+    same = {"top2": [0.7, 0.72, 0.69, 0.71, 0.7], slower: [0.69, 0.70, 0.69, 0.68, 0.69]}
+    nothing = {arm: [0.0] * 5 for arm in same}
+    losses = losses_of_five_seeds()
+    controls = study(
+        {"top2": losses["top2"], slower: losses["spectra"]}, consistency=same, consistency_chance=nothing
+    )
+    low, high = stats.ttest_rel(same[slower], same["top2"]).confidence_interval()
+    counts = {f"{arm} {n}": values for n in (4, 8) for arm, values in consistency.items()}
+    counts["spectra 8"] = [value - 0.5 for value in counts["spectra 8"]]
+    experts = study(
+        dict.fromkeys(counts, losses["top2"]),
+        "scaling",
+        consistency=counts,
+        consistency_chance={arm: [0.0] * 5 for arm in counts},
+    )
+    places = [(arm, "experts", float(arm.split()[1]), arm.split()[1]) for arm in counts]
+    experts["study_axes"] = pd.DataFrame(places, columns=["arm", "axis", "value", "label"])
+    h3 = hypotheses(Results.of([main, controls, experts]))[2]
     assert "spectra 0.008 and top2 0.004" in h3.why
+    half = (high - low) / 2
+    assert f"both at that of top2: −{-(low + high) / 2:.3f} ± {half:.3f}, 5 seeds" in h3.why
+    gain = np.mean(consistency["spectra"]) - np.mean(consistency["top2"])
+    assert f"by experts: 4: {gain:.3f}, 8: −{0.5 - gain:.3f}" in h3.why
+
+
+def test_a_claim_on_two_arms_says_where_rates_differ_and_where_losses_rise():
+    losses = losses_of_five_seeds()
+    slopes = {"hash x4": [0.07, 0.05, 0.06, 0.08, 0.04], "top2 x4": [-0.1] * 5}
+    tables = study({"top2 x4": losses["top2"], "hash x4": losses["spectra"]}, loss_slope=slopes)
+    rates = [("hash x4", "learning_rate", 0.008), ("top2 x4", "learning_rate", 0.004)]
+    tables["study_settings"] = pd.DataFrame(rates, columns=["arm", "name", "value"])
+    longer = arm_claims(Results.of([tables]), "Hash routing")[1]
+    assert "hash x4 0.008 and top2 x4 0.004" in longer.why
+    assert longer.why.endswith("losses rise per 1,000 steps: hash x4 by 0.06")
+
+
+def test_an_arm_no_better_than_the_unigram_baseline_is_named_as_such():
+    losses = {"A4": [2.6, 2.6], "A4 zero experts": [6.6, 6.7]}
+    tables = study(losses, unigram_loss={arm: [6.5, 6.5] for arm in losses})
+    zero = arm_claims(Results.of([tables]), "SoME")[2]
+    assert zero.verdict == "not testable"
+    assert "A4 zero experts" in zero.why
+    assert "unigram" in zero.why
+
+
+def test_in_an_existing_moe_spectra_is_compared_with_rows_as_new_as_its_own():
+    five = losses_of_five_seeds()
+    losses = {"existing MoE: top2": five["spectra"], "existing MoE: spectra": five["top2"]}
+    kept = Results.of([study(losses)])
+    assert kept.tests["bases", "existing MoE"].mean < 0
+    fresh = Results.of([study({**losses, "existing MoE: top2, new rows": five["dense"]})])
+    gain = np.mean(five["dense"]) - np.mean(five["top2"])
+    assert fresh.tests["bases", "existing MoE"].mean == pytest.approx(gain)
 
 
 def ablations(gains: dict[str, float]) -> dict[str, pd.DataFrame]:
@@ -503,6 +553,31 @@ def test_h6_is_the_slope_of_the_gain_per_doubling():
     assert h6.number.mean == pytest.approx(0.02 + noise.mean())
     assert h6.number.seeds == 5
     assert h6.verdict == "confirmed"
+
+
+def test_h6_decides_nothing_where_a_larger_model_is_worse_and_takes_the_better_of_two_rates():
+    noise = np.array([0.001, -0.002, 0.003, 0.0, -0.002])
+    arms = {
+        "top2 S": 3.0 + noise,
+        "top2 L": 2.8 - noise,
+        "spectra S": 2.9 + 2 * noise,
+        "spectra L": 3.3 + noise,  # its rate is too high
+    }
+    better = {**arms, "spectra L at half": 2.5 + noise}
+
+    def h6(arms: dict[str, np.ndarray]):
+        tables = study({arm: list(values) for arm, values in arms.items()}, "scaling")
+        active = tables["study_runs"]["arm"].str.split().str[1].map({"S": 1000, "L": 2000})
+        tables["study_runs"]["parameters_active"] = active
+        places = [(arm, "size", None, arm.split()[1]) for arm in arms]
+        tables["study_axes"] = pd.DataFrame(places, columns=["arm", "axis", "value", "label"])
+        return hypotheses(Results.of([tables]))[5]
+
+    found = h6(arms)
+    assert (found.verdict, found.number.mean) == ("undecided", pytest.approx(-0.6, abs=1e-3))
+    assert found.why.startswith("spectra L predicts worse")
+    found = h6(better)  # the gain grows from 0.1 to 0.3 in one doubling
+    assert (found.verdict, found.number.mean) == ("confirmed", pytest.approx(0.2, abs=1e-3))
 
 
 def test_h7_compares_the_gain_in_specialised_and_other_domains():

@@ -296,6 +296,29 @@ def test_documents_in_rows_of_their_own_give_the_published_loss_beside_the_real_
     ]
 
 
+def test_a_training_on_padded_rows_learns_the_pads_and_reports_the_real_loss_without_them(tmp_path: Path):
+    texts = {"a": [f"{i} bottles" for i in range(40)]}
+    losses = {}
+    for layout in ("documents", "padded"):
+        rows = TokenRows.of(texts, Bytes(), 32, layout)
+        config = tiny_config(steps=30)
+        torch.manual_seed(0)
+        training = Training(config, LabModel(config.model), Data(rows, rows.sample(40)))
+        trained(training, tmp_path / layout)
+        losses[layout] = training.evaluations[-1]
+        rest = TokenRows.of(texts, Bytes(), 32, "documents").batch(np.arange(40))
+        training.model.eval()
+        with torch.no_grad():
+            logits = training.model(
+                torch.from_numpy(rest.ids_BL), mask_BL=torch.from_numpy(rest.mask_BL)
+            ).logits_BLV
+        log_p = torch.log_softmax(logits.double(), -1).numpy()
+        wanted = np.where(rest.mask_BL, rest.targets_BL, Bytes().pad)
+        by_hand = -np.take_along_axis(log_p, wanted[..., None], -1)[..., 0][rest.mask_BL].mean()
+        assert losses[layout]["loss"] == pytest.approx(by_hand, rel=1e-4)
+    assert losses["padded"]["published"] < losses["documents"]["published"] / 2
+
+
 def test_unequal_rows_count_by_their_targets_however_they_are_dealt_out(tmp_path: Path):
     texts = {"a": ["ab" * n for n in range(1, 17)]}
     curves = []

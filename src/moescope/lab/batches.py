@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
 
@@ -61,7 +61,8 @@ class TokenRows:
     """Every domain's texts as rows of `length` tokens, from which batches are drawn.
 
     packed: a domain's documents, each with an end token, form one stream that is cut into rows without
-    padding. documents: every row is one document, cut or padded to the length.
+    padding. documents: every row is one document, cut or padded to the length. padded: the same, and the
+    padding is to be predicted too, as in SoME's published trainings.
     """
 
     domains: tuple[str, ...]
@@ -70,6 +71,7 @@ class TokenRows:
     lengths: tuple[Ids, ...]  # tokens per row, including the last target
     length: int
     pad: int
+    pad_targets: bool = False
 
     @classmethod
     def of(
@@ -98,7 +100,8 @@ class TokenRows:
             streams.append(stream)
             starts.append(begin.astype(np.int64))
             lengths.append(size.astype(np.int64))
-        return cls(tuple(ids), tuple(streams), tuple(starts), tuple(lengths), length, pad)
+        padded = layout == "padded"
+        return cls(tuple(ids), tuple(streams), tuple(starts), tuple(lengths), length, pad, padded)
 
     @property
     def rows(self) -> int:
@@ -113,7 +116,7 @@ class TokenRows:
         offsets = np.cumsum([0, *(len(begin) for begin in self.starts)])
         domain_B = np.searchsorted(offsets, chosen_B, side="right") - 1
         ids = np.full((len(chosen_B), self.length), self.pad, dtype=np.int64)
-        targets = np.full((len(chosen_B), self.length), IGNORED, dtype=np.int64)
+        targets = np.full_like(ids, self.pad if self.pad_targets else IGNORED)
         mask = np.zeros((len(chosen_B), self.length), dtype=np.bool_)
         for row, (number, domain) in enumerate(zip(chosen_B, domain_B, strict=True)):
             at = number - offsets[domain]
@@ -129,7 +132,7 @@ class TokenRows:
         chosen = [np.sort(epoch_order(len(begin), 0, 0)[:each]) for begin in self.starts]
         starts = tuple(begin[at] for begin, at in zip(self.starts, chosen, strict=True))
         lengths = tuple(size[at] for size, at in zip(self.lengths, chosen, strict=True))
-        return TokenRows(self.domains, self.streams, starts, lengths, self.length, self.pad)
+        return replace(self, starts=starts, lengths=lengths)
 
     def of_step(self, step: int, batch_size: int, seed: int) -> Batch:
         """Return the batch of a step, counted from 0: every row once per epoch, each epoch reordered."""

@@ -21,7 +21,7 @@ RHYTHM = ("warmup", "evaluate_every", "evaluation_rows", "checkpoint_every")
 MOST_ROWS = 10**9  # or steps, of each of them
 MOST_TOKENS = 10**15  # of a training; the largest ones known read 1e14
 MOST_GIGABYTES = 5_000  # of a training: 300 billion trained parameters
-LAYOUTS = ("packed", "documents")
+LAYOUTS = ("packed", "documents", "padded")
 PARALLEL = ("ddp", "fsdp")
 
 
@@ -35,7 +35,8 @@ class DataConfig:
     validation: dict[str, str] = field(default_factory=dict)  # name -> path; {}: held out of the domains
     validation_share: float = 0.1
     max_bytes: int = 0  # 0: no limit
-    layout: str = "packed"  # rows cut from one stream per domain; "documents": one document per row
+    # rows cut from one stream per domain; "documents": one document per row; "padded": its pads are targets
+    layout: str = "packed"
 
 
 @dataclass(frozen=True)

@@ -61,7 +61,7 @@ def evaluate(
         losses_BL = token_losses(model, batch.ids_BL, batch.mask_BL, targets_BL, device, dtype)
         padded_sum, padded_count = padded_sum + losses_BL.sum(), padded_count + losses_BL.size
         for domain in range(len(rows.domains)):
-            counted = (batch.domain_B == domain)[:, None] & (batch.targets_BL != IGNORED)
+            counted = (batch.domain_B == domain)[:, None] & batch.mask_BL
             sums_D[domain] += losses_BL[counted].sum()
             counts_D[domain] += counted.sum()
     model.train(before)

@@ -9,7 +9,6 @@ import pandas as pd
 
 from moescope.lab import results as numbers
 from moescope.lab.figures_results import EXPERT_MAPS, QUOTA, USAGE
-from moescope.lab.figures_study import TARGET_CV
 from moescope.lab.figures_study_curves import CURVE_FIGURES
 from moescope.lab.report_cases import failures_section, spans_section
 from moescope.lab.report_cells import (
@@ -18,12 +17,12 @@ from moescope.lab.report_cells import (
     absent,
     arm_cell,
     cell,
-    minus,
     p_text,
     percent,
     reasons,
     section,
 )
+from moescope.lab.report_scaling import experts_section, sizes_section, sweep_section
 from moescope.lab.report_some import some_section
 from moescope.lab.results import (
     BASELINE,
@@ -31,6 +30,7 @@ from moescope.lab.results import (
     DENSE_TOTAL,
     EQUAL_FLOPS,
     METHOD,
+    NEW_ROWS,
     NOT_RUN,
     ROUTERS,
     VARIANTS,
@@ -60,6 +60,7 @@ PARTS = {  # component of the overhead table -> row of the published one
     "experts": "Expert execution",
 }
 KEPT_ROUTER = "Top-2 continues the base's own trained router, SPECTRA starts untrained"
+BOTH_NEW = "both routers start untrained"
 EXISTING_MOE = "existing MoE"
 BASES = ("dense small, upcycled", "dense medium, upcycled", EXISTING_MOE)
 NO_HARNESS = "Tasks of lm-eval: not run, as no study on this page names tasks."
@@ -96,6 +97,7 @@ def all_sections(results: Results) -> list[Section]:
         overhead_section(results),
         bases_section(results.bases),
         experts_section(results.experts),
+        sizes_section(results.sizes),
         sweep_section(results.sweep),
         stability_section(results.main),
         spans_section(results.main),
@@ -206,13 +208,15 @@ def sources(results: Results) -> str:
         "sweep": results.sweep,
         "removed experts": results.effects,
         "tasks": results.tasks,
+        "one learning rate": results.controls,
     }
-    named = []
-    for part, tables in parts.items():
+    named: dict[int, str] = {}
+    for part, tables in [*parts.items(), *(("pairs of arms", tables) for tables in results.others)]:
         if tables:
             done, planned = numbers.completed(tables)
-            named.append(f"{numbers.study_name(tables)} ({part}; {done} of {planned} trainings)")
-    return f" Studies: {', '.join(named)}." if named else ""
+            words = f"{numbers.study_name(tables)} ({part}; {done} of {planned} trainings)"
+            named.setdefault(id(tables), words)
+    return f" Studies: {', '.join(named.values())}." if named else ""
 
 
 def significance_section(results: Results) -> Section:
@@ -267,7 +271,9 @@ def significance_rows(results: Results) -> list[tuple[str, str, Estimate | None]
     names |= {("ablation", arm): f"SPECTRA-Full vs. {title}" for title, arm, _ in VARIANTS}
     names["main", DENSE_ACTIVE] = "SPECTRA vs. Dense (active size)"
     names["ablation", EQUAL_FLOPS] = f"SPECTRA vs. Top-2 of equal FLOPs{more_parameters(results.ablation)}"
-    names |= {("bases", base): f"SPECTRA vs. Top-2, {base}" for base in numbers.base_models(results.bases)}
+    for base in numbers.base_models(results.bases):
+        rows = numbers.other_base(results.bases, base).partition(NEW_ROWS)[1][len(BASELINE) :]
+        names["bases", base] = f"SPECTRA vs. Top-2{rows}, {base}"
     found = results.tests
     return [(names[key], key[1], one) for key, one in found.items() if key in names]
 
@@ -295,7 +301,7 @@ def flops_ratio(results: Results, arm: str) -> float | None:
 def comparison_note(results: Results, arm: str) -> str:
     """Say what else differs: a router that was trained before, or many layers that collapsed."""
     if arm == EXISTING_MOE:
-        return KEPT_ROUTER
+        return BOTH_NEW if numbers.other_base(results.bases, arm).endswith(NEW_ROWS) else KEPT_ROUTER
     found = numbers.collapse_rate(results.main, arm) or numbers.collapse_rate(results.ablation, arm)
     if found is None or found.rate < MANY_COLLAPSED:
         return ""
@@ -563,96 +569,27 @@ def bases_section(tables: Tables) -> Section:
     heads: Heads = [("base", "base model", "text")]
     heads += [(router, f"{title}, loss", "text") for router, title in named.items()]
     heads.append(("improvement", "improvement over Top-2, %", "text"))
-    rows, arms = [], [(f"{base}: {router}",) * 2 for base in bases for router in named]
+    rows, arms = [], [(f"{base}: {router}",) * 2 for base in bases for router in named if router != NEW_ROWS]
     for base in bases or BASES:
         losses = {name: numbers.by_seed(tables, f"{base}: {name}", "validation_loss") for name in named}
-        gain = numbers.over_seeds((losses[BASELINE] - losses[METHOD]) / losses[BASELINE])
+        other = numbers.by_seed(tables, numbers.other_base(tables, base), "validation_loss")
+        gain = numbers.over_seeds((other - losses[METHOD]) / other)
         cells = [
             arm_cell(tables, f"{base}: {name}", numbers.over_seeds(of_seeds), 4)
+            if name != NEW_ROWS or name in bases[base]
+            else "as Top-2"
             for name, of_seeds in losses.items()
         ]
         rows.append([base, *cells, cell(gain, 2, 100.0, chance=False)])
     lacking = reasons(tables, arms) if bases else NO_BASES
     text = (
         "Loss on held-out text in nats per token, after training routers and experts; trained on: the base "
-        f"itself, trained as long. In an existing MoE {KEPT_ROUTER}. {lacking}"
+        f"itself, trained as long. In an existing MoE {KEPT_ROUTER}"
+        + (f", as {NEW_ROWS!r} does: the improvement is over that" if NEW_ROWS in named else "")
+        + f". {lacking}"
     )
     table = plain_table("results_bases", "Table 10: base models", heads, rows)
     return section("bases", "Base models", text.strip(), table)
-
-
-def experts_section(tables: Tables) -> Section:
-    heads: Heads = [
-        ("n_experts", "experts", "text"),
-        (BASELINE, "Switch Top-2, loss ± 95 %", "text"),
-        (METHOD, "SPECTRA, loss ± 95 %", "text"),
-        ("load_entropy", "expert entropy of SPECTRA (balanced)", "text"),
-        ("output_orthogonality", "orthogonality of outputs × 100 (chance)", "text"),
-    ]
-    counts = numbers.axis_values(tables, "experts") if tables else []
-    rows: list[list[Any]] = []
-    points: dict[str, list[tuple[float, float]]] = {BASELINE: [], METHOD: []}
-    for count in counts or (4, 8, 16, 32, 64):
-        arms = {router: numbers.arm_at(tables, router, "experts", count) for router in points}
-        losses = {router: numbers.run_value(tables, arm, "validation_loss") for router, arm in arms.items()}
-        for router, found in losses.items():
-            if found:
-                points[router].append((math.log2(count), found.mean))
-        method = arms[METHOD]
-        rows.append(
-            [
-                f"{count:g}",
-                *(cell(found, 4, chance=False) for found in losses.values()),
-                cell(numbers.layer_value(tables, method, "load_entropy")),
-                cell(numbers.layer_value(tables, method, "output_orthogonality"), 1, 100.0),
-            ]
-        )
-    trends = [slope_text(values) for values in points.values()]
-    rows.append(["change per doubling", *trends, "", ""])
-    text = "Loss by number of experts; the last row is the slope of a line through the means, not tested. "
-    text += "" if counts else "Not run: no study on this page varies the number of experts."
-    table = plain_table("results_experts", "Table 11: number of experts", heads, rows)
-    return section("experts", "Number of experts", text.strip(), table)
-
-
-def sweep_section(tables: Tables) -> Section:
-    heads: Heads = [
-        ("arm", "setting", "text"),
-        ("cv", "CV of the worst layer (chance)", "text"),
-        ("reaches", f"CV < {TARGET_CV:g}", "text"),
-        ("study_runs.validation_loss", "loss ± 95 %", "text"),
-        ("seeds", "seeds", "int"),
-    ]
-    runs = numbers.trainings(tables)
-    rows = []
-    for arm in dict.fromkeys(runs.loc[runs["question"] == "sweep", "arm"]):
-        worst = numbers.worst_cv(tables, arm)
-        reaches = absent(tables, arm) or (("yes" if worst.mean < TARGET_CV else "no") if worst else "")
-        loss = arm_cell(tables, arm, numbers.run_value(tables, arm, "validation_loss"), 4)
-        rows.append([arm, arm_cell(tables, arm, worst), reaches, loss, worst.seeds if worst else None])
-    text = "One option at a time, in evaluation, where no quota acts; means over seeds, no test. "
-    done, planned = numbers.completed(tables) if tables else (0, 0)
-    if done < planned:
-        text += f"Unfinished: {done} of {planned} trainings; only seeds that all settings have are shown. "
-    if not rows:
-        rows, text = (
-            [["SPECTRA", NOT_RUN, NOT_RUN, NOT_RUN, None]],
-            text + "Not run: no study on this page has a sweep.",
-        )
-    table = plain_table("results_sweep", "Options of SPECTRA and load balance", heads, rows)
-    return section("sweep", "Option sweep", text.strip(), table)
-
-
-def slope_text(points: list[tuple[float, float]]) -> str:
-    """Return the least-squares slope through the points."""
-    if len(points) < 2:
-        return NOT_RUN
-    x = [place for place, _ in points]
-    y = [value for _, value in points]
-    middle = sum(x) / len(x)
-    spread = sum((place - middle) ** 2 for place in x)
-    slope = sum((place - middle) * value for place, value in zip(x, y, strict=True)) / spread
-    return minus(f"{slope:+.4f}")
 
 
 def stability_section(tables: Tables) -> Section:

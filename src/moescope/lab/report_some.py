@@ -46,13 +46,14 @@ RUNS = {
 
 
 def some_studies(results: Results) -> list[Tables]:
-    """Return the studies that have SoME's runs, those with rows of the published length first."""
+    """Return the studies that have SoME's runs, those trained on pads too, as published, first."""
     found = [tables for tables in results.others if FIRST in numbers.finished_arms(tables)]
     return sorted(found, key=lambda tables: not as_published(tables))
 
 
 def as_published(tables: Tables) -> bool:
-    return setting(tables, FIRST, "sequence_length") == PUBLISHED_LENGTH
+    length, pads = (setting(tables, FIRST, name) for name in ("sequence_length", "pad_targets"))
+    return length == PUBLISHED_LENGTH and bool(pads)
 
 
 def some_section(results: Results) -> Section:
@@ -78,7 +79,8 @@ def some_section(results: Results) -> Section:
     text = (
         "Stories in another language than the published ones: compare curves, use and order, not losses. Use "
         "and keys are of the middle layer, use in the last window of training. Published losses count pads "
-        f"of rows of {PUBLISHED_LENGTH} tokens, so they stand beside rows of that length only. "
+        f"of rows of {PUBLISHED_LENGTH} tokens, so they stand beside trainings on such rows only; the "
+        "published use of experts, pads included, stands beside all. "
     )
     if not rows:
         text += "Not run: no study on this page has these arms."
@@ -95,14 +97,17 @@ def run_cells(tables: Tables, arm: str) -> list[Any]:
     loss, padded = (
         numbers.run_value(tables, arm, name) for name in ("validation_loss", "validation_loss_published")
     )
-    same = RUNS.get(arm) if as_published(tables) else None
+    padded_rows, same = as_published(tables), RUNS.get(arm)
     found = [
         numbers.layer_value(tables, arm, f"key_{name}") for name in ("gini", "load_entropy_bits", "used")
     ]
     beside = (
         [NONE] * 4
         if same is None
-        else [f"{same.losses[-1]:.4f}", f"{same.gini[-1]:.3f}", f"{same.bits[-1]:.3f}", used_text(same)]
+        else [
+            f"{same.losses[-1]:.4f}" if padded_rows else NONE,
+            *(f"{same.gini[-1]:.3f}", f"{same.bits[-1]:.3f}", used_text(same)),
+        ]
     )
     scales = (1.0, 1.0, 100.0)
     use = [
@@ -114,7 +119,7 @@ def run_cells(tables: Tables, arm: str) -> list[Any]:
     return [
         int(experts.iloc[0]) if len(experts) else None,
         arm_cell(tables, arm, loss, 4, chance=False),
-        cell(padded, 4, chance=False) if padded else NONE,
+        cell(padded, 4, chance=False) if padded and padded_rows else NONE,  # else pads were not learned
         beside[0],
         *use,
         cell(cosine) if cosine else NONE,
@@ -133,11 +138,12 @@ def used_text(one: Published) -> str:
 
 
 def epoch_losses(tables: Tables, arm: str) -> list[tuple[float, float]]:
-    """Return epoch and mean loss with pads at its end; the published runs have four epochs."""
+    """Return epoch and mean loss at its end, with pads if they were learned; published are four epochs."""
     rows = tables.get("study_curves")
-    if rows is None or "validation_loss_published" not in rows:
+    column = "validation_loss_published" if as_published(tables) else "validation_loss"
+    if rows is None or column not in rows:
         return []
-    means = rows[rows["arm"] == arm].groupby("step")["validation_loss_published"].mean().dropna()
+    means = rows[rows["arm"] == arm].groupby("step")[column].mean().dropna()
     last = float(means.index.max()) if len(means) else math.nan
     epochs = len(RUNS[FIRST].losses)
     return [(epochs * float(step) / last, float(value)) for step, value in means.items() if step > 0]

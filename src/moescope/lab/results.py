@@ -43,10 +43,13 @@ VARIANTS = [  # row, arm, whether the hypothesis on components names it
 EFFECT, GIVEN_LOAD = "effect_", "_given_load"  # metrics of study_layers
 PREDICTORS = {"alignment": 1, "ambiguity": -1}  # sign of the expected correlation
 EQUAL_FLOPS = f"{BASELINE}_flops"
+AT_BASELINE_RATE = f"{METHOD} at the rate of {BASELINE}"
+NEW_ROWS = f"{BASELINE}, new rows"  # in a model that exists: as untrained as the method's router
+LONGER = " x4"  # ends the names of arms of four times the steps
 ARM_CLAIMS = {  # subject -> claim, the arm that is better by it, the other
     "Hash routing": [
         ("A hash of the token beats a learned top-two router", "hash", BASELINE),
-        ("It does so after four times the steps", "hash x4", f"{BASELINE} x4"),
+        ("It does so after four times the steps", f"hash{LONGER}", f"{BASELINE}{LONGER}"),
         ("A hash of the previous token is worse", "hash", "hash_previous"),
         ("Random experts per occurrence are worse", "hash", "hash_random"),
         ("Top-two gains if it reads the token's embedding", f"{BASELINE}_token", BASELINE),
@@ -156,6 +159,7 @@ class Results:
     effects: Tables = field(default_factory=dict)
     tuning: tuple[Tables, ...] = ()
     tasks: Tables = field(default_factory=dict)
+    controls: Tables = field(default_factory=dict)  # routers at one learning rate
 
     @classmethod
     def of(cls, studies: Sequence[Tables]) -> Results:
@@ -176,6 +180,7 @@ class Results:
             most(studies, lambda tables: len(predicted_effects(tables))),
             tuple(one for one in studies if study_name(one).startswith(TUNING)),
             most(studies, lambda tables: len(tables.get("study_tasks", ()))),
+            most(studies, lambda tables: int(AT_BASELINE_RATE in finished_arms(tables))),
         )
 
     @cached_property
@@ -309,13 +314,14 @@ def on_axis(tables: Tables, axis: str) -> pd.DataFrame:
 
 
 def arm_at(tables: Tables, router: str, axis: str, place: Any) -> str | None:
-    """Return the arm of the router at that value or name of the axis."""
+    """Return the arm of the router at that value or name of the axis; of several the one of lowest loss."""
     rows = on_axis(tables, axis)
     there = set(rows.loc[(rows["value"] == place) | (rows["label"] == place), "arm"])
     routers = on_axis(tables, "router")
     of_router = set(routers.loc[routers["label"] == router, "arm"])
     of_router |= {arm for arm in there if arm.split(" ")[0] == router}
-    return next(iter(sorted(there & of_router)), None)
+    losses = {arm: by_seed(tables, arm, "validation_loss").mean() for arm in sorted(there & of_router)}
+    return min(losses, key=lambda arm: (math.isnan(losses[arm]), losses[arm]), default=None)
 
 
 # --- numbers of one arm
@@ -434,7 +440,7 @@ def tested_numbers(results: Results) -> dict[Key, Tested]:
     found |= {("routers", arm): gain(main, BASELINE, arm) for arm in others}
     found |= {("ablation", arm): gain(results.ablation, METHOD, arm) for arm in variants}
     found |= {
-        ("bases", base): gain(results.bases, f"{base}: {METHOD}", f"{base}: {BASELINE}")
+        ("bases", base): gain(results.bases, f"{base}: {METHOD}", other_base(results.bases, base))
         for base in base_models(results.bases)
     }
     consistency = (consistency_beyond_chance(main, arm) for arm in both)
@@ -476,6 +482,12 @@ def base_models(tables: Tables) -> dict[str, list[str]]:
         if colon:
             found.setdefault(base, []).append(router)
     return found
+
+
+def other_base(tables: Tables, base: str) -> str:
+    """Return the arm that the method is compared with in that base: with new rows, where it was run."""
+    rows = f"{base}: {NEW_ROWS}"
+    return rows if rows in finished_arms(tables) else f"{base}: {BASELINE}"
 
 
 def predicted_effects(tables: Tables) -> list[tuple[str, str]]:
@@ -659,6 +671,18 @@ def size_slopes(tables: Tables) -> pd.Series:
     rows = pd.concat(gains, axis=1).dropna() if len(gains) > 1 else pd.DataFrame()
     slopes = np.polyfit(doublings, rows.to_numpy(float).T, 1)[0] if len(rows) else []
     return pd.Series(slopes, rows.index, dtype=float)
+
+
+def worse_than_smaller(tables: Tables) -> str:
+    """Return the first arm of either router that predicts worse than a smaller one of it, else nothing."""
+    for router in (METHOD, BASELINE):
+        arms = [arm_at(tables, router, "size", size) or "" for size in axis_values(tables, "size")]
+        arms.sort(key=lambda arm: by_seed(tables, arm, "parameters_active").mean())
+        losses = [by_seed(tables, arm, "validation_loss").mean() for arm in arms]
+        for at in range(1, len(arms)):
+            if losses[at] > min(losses[:at]):
+                return arms[at]
+    return ""
 
 
 def domain_contrast(tables: Tables) -> pd.Series:

@@ -6,8 +6,11 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
+import pandas as pd
+
 from moescope.lab.results import (
     ARM_CLAIMS,
+    AT_BASELINE_RATE,
     BASELINE,
     CONFIRMED,
     EFFECT,
@@ -16,6 +19,7 @@ from moescope.lab.results import (
     NOT_TESTABLE,
     PREDICTORS,
     REFUTED,
+    SET_ASIDE,
     SIMILAR_COST,
     SPECIALISED,
     UNDECIDED,
@@ -24,17 +28,21 @@ from moescope.lab.results import (
     Estimate,
     Results,
     Tests,
+    arm_at,
+    axis_values,
     block_milliseconds,
     by_seed,
-    compared_arms,
     consistency_beyond_chance,
     effect_ceiling,
+    finished_arms,
     layer_means,
-    layer_value,
     loss_gain,
     over_seeds,
+    paired,
     study_name,
     tested_predictors,
+    trainings,
+    worse_than_smaller,
 )
 from moescope.lab.results_conditions import setting
 from moescope.lab.study_statistics import MIN_SEEDS
@@ -62,17 +70,21 @@ def hypotheses(results: Results) -> list[Claim]:
     found, both = results.tests, missing(METHOD, BASELINE)
     main = results.main
     return [
-        add_repeated_difference(
-            judge(
-                "H1",
-                "SPECTRA predicts better than Switch routing",
-                "loss of Switch Top-2 minus SPECTRA (nats per token)",
-                found["main", BASELINE],
-                both,
+        add_checks(
+            add_repeated_difference(
+                judge(
+                    "H1",
+                    "SPECTRA predicts better than Switch routing",
+                    "loss of Switch Top-2 minus SPECTRA (nats per token)",
+                    found["main", BASELINE],
+                    both,
+                ),
+                results,
             ),
             results,
+            lambda tables, arm: -by_seed(tables, arm, "validation_loss"),
         ),
-        add_router_values(
+        add_checks(
             require_documents(
                 judge(
                     "H2",
@@ -83,10 +95,10 @@ def hypotheses(results: Results) -> list[Claim]:
                 ),
                 main,
             ),
-            main,
-            lambda arm: layer_value(main, arm, "output_orthogonality"),
+            results,
+            lambda tables, arm: layer_means(tables, arm, "output_orthogonality"),
         ),
-        add_router_values(
+        add_checks(
             require_measured_chance(
                 judge(
                     "H3",
@@ -97,17 +109,21 @@ def hypotheses(results: Results) -> list[Claim]:
                 ),
                 main,
             ),
-            main,
-            lambda arm: over_seeds(consistency_beyond_chance(main, arm)),
+            results,
+            consistency_beyond_chance,
         ),
         cost(results),
         components(found),
-        judge(
-            "H6",
-            "The gain grows with the model",
-            "change of the gain over Switch Top-2 per doubling of active parameters (nats; lab sizes only)",
-            found["H6",],
-            "needs both routers at two sizes or more",
+        require_growth(
+            judge(
+                "H6",
+                "The gain grows with the model",
+                "change of the gain over Switch Top-2 per doubling of active parameters (nats; lab sizes "
+                "only)",
+                found["H6",],
+                "needs both routers at two sizes or more",
+            ),
+            results.sizes,
         ),
         judge(
             "H7",
@@ -129,13 +145,37 @@ def arm_claims(results: Results, subject: str) -> list[Claim]:
     """Return the claims on pairs of arms, of each study that has them."""
     found, claims = results.tests, []
     for claim, arm, other in ARM_CLAIMS[subject]:
-        compared = [name for name in map(study_name, results.others) if found[name, arm, other]]
         measure = f"loss of {other} minus {arm} (nats per token)"
-        claims += [
-            judge(name, claim, measure, found.get((name, arm, other)), missing(arm, other))
-            for name in compared or [""]
-        ]
+        studies = {study_name(tables): tables for tables in results.others}
+        compared = {name: tables for name, tables in studies.items() if found[name, arm, other]}
+        for name, tables in compared.items():
+            one = judge(name, claim, measure, found[name, arm, other], "")
+            parts = [one.why, *training_differences(tables, arm, other)]
+            claims.append(replace(one, why="; ".join(part for part in parts if part)))
+        if not compared:
+            failed = [
+                part for tables in results.others for part in no_better_than_unigram(tables, arm, other)
+            ]
+            claims.append(judge("", claim, measure, None, "; ".join(failed) or missing(arm, other)))
     return claims
+
+
+def training_differences(tables: Tables, *arms: str) -> list[str]:
+    """Say where the arms' learning rates differ, and where a loss rises at the end of training."""
+    rates = [f"{arm} {rate:g}" for arm in arms if (rate := setting(tables, arm, "learning_rate"))]
+    slopes = {arm: by_seed(tables, arm, "loss_slope").mean() for arm in arms}
+    rising = [f"{arm} by {slope:.2f}" for arm, slope in slopes.items() if slope > 0]
+    parts = [f"learning rates: {listed(rates)}"] if len({rate.split()[-1] for rate in rates}) > 1 else []
+    return parts + ([f"at the end losses rise per 1,000 steps: {listed(rising)}"] if rising else [])
+
+
+def no_better_than_unigram(tables: Tables, *arms: str) -> list[str]:
+    """Say which arms were trained and yet are no better than the unigram baseline: they enter no claim."""
+    done = trainings(tables)
+    done = set(done.loc[done["status"].isin(["done", SET_ASIDE]), "arm"]) - finished_arms(tables)
+    return [
+        f"{arm} in {study_name(tables)} is no better than the unigram baseline" for arm in arms if arm in done
+    ]
 
 
 def effect_claims(results: Results) -> list[Claim]:
@@ -178,8 +218,8 @@ def judge(name: str, claim: str, measure: str, found: Estimate | None, needs: st
     if found.seeds < MIN_SEEDS:
         return Claim(name, claim, measure, found, "too few seeds to claim anything")
     if not found.significant:
-        interval = f"95 % interval {found.low:.3f} to {found.high:.3f} (not corrected)".replace("-", "−")
-        return Claim(name, claim, measure, found, interval, UNDECIDED)
+        limits = f"95 % interval {found.low:.3f} to {found.high:.3f} (not corrected)".replace("-", "−")
+        return Claim(name, claim, measure, found, limits, UNDECIDED)
     if found.mean < 0:
         return Claim(name, claim, measure, found, "", REFUTED)
     if found.failed:
@@ -214,7 +254,7 @@ def require_measured_chance(claim: Claim, tables: Tables) -> Claim:
     raw = over_seeds(
         (by_seed(tables, METHOD, "consistency") - by_seed(tables, BASELINE, "consistency")).dropna()
     )
-    words = f"{raw.mean:.3f} ± {raw.half:.3f}".replace("-", "−") if raw else ""
+    words = interval(raw) if raw else ""
     why = f"the chance level is estimated from the loads of the last checkpoint; without correction: {words}"
     return replace(claim, verdict=UNDECIDED, why=why)
 
@@ -224,24 +264,46 @@ def add_repeated_difference(claim: Claim, results: Results) -> Claim:
     repeated = over_seeds(loss_gain(results.ablation, METHOD, BASELINE).dropna())
     if claim.number is None or repeated is None or results.ablation is results.main:
         return claim
-    found = f"{repeated.mean:.3f} ± {repeated.half:.3f}".replace("-", "−")
-    text = f"trained again in {study_name(results.ablation)}: {found} (not corrected)"
+    text = f"trained again in {study_name(results.ablation)}: {interval(repeated)} (not corrected)"
     return replace(claim, why="; ".join(part for part in (claim.why, text) if part))
 
 
-def add_router_values(claim: Claim, tables: Tables, value: Callable[[str], Estimate | None]) -> Claim:
-    """Add the values of all routers, and the learning rates of the two that are compared."""
-    known = {arm: found.mean for arm in compared_arms(tables) if (found := value(arm))}
-    if claim.number is None or not known:
+def require_growth(claim: Claim, tables: Tables) -> Claim:
+    """Leave H6 undecided where a model predicts worse than a smaller one: its learning rate does not fit."""
+    arm = worse_than_smaller(tables)
+    if claim.number is None or not arm:
         return claim
-    ordered = sorted(known, key=lambda arm: -known[arm])
+    verdict = UNDECIDED if claim.verdict in (CONFIRMED, REFUTED) else claim.verdict
+    why = f"{arm} predicts worse than a smaller model: learning rates were tuned at one size"
+    return replace(claim, verdict=verdict, why=why)
+
+
+def add_checks(claim: Claim, results: Results, value: Callable[[Tables, str], pd.Series]) -> Claim:
+    """Add the same difference at one learning rate, by number of experts and by size; no test."""
+    if claim.number is None:
+        return claim
     parts = [claim.why] if claim.why else []
-    parts.append("all routers: " + ", ".join(f"{arm} {known[arm]:.3f}" for arm in ordered))
-    rates = {arm: setting(tables, arm, "learning_rate") for arm in (METHOD, BASELINE)}
+    rates = {arm: setting(results.main, arm, "learning_rate") for arm in (METHOD, BASELINE)}
     if len(set(rates.values())) > 1:
-        words = " and ".join(f"{arm} {rate:g}" for arm, rate in rates.items())
-        parts.append(f"learning rates differ ({words}): a claim about tuned routers, not the mechanism alone")
-    return replace(claim, why="; ".join(parts))
+        text = f"learning rates differ ({listed([f'{arm} {rate:g}' for arm, rate in rates.items()])})"
+        same = paired(value(results.controls, AT_BASELINE_RATE), value(results.controls, BASELINE))
+        text += (
+            f"; both at that of {BASELINE}: {interval(same)}, {counted(same.seeds, 'seed')}" if same else ""
+        )
+        parts.append(text)
+    for tables, axis, title in ((results.experts, "experts", "experts"), (results.sizes, "size", "size")):
+        found = {
+            place: paired(*(value(tables, arm_at(tables, arm, axis, place) or "") for arm in rates))
+            for place in axis_values(tables, axis)
+        }
+        known = [f"{place:g}" if isinstance(place, float) else str(place) for place in found]
+        values = [f"{name}: {one.mean:.3f}" for name, one in zip(known, found.values(), strict=True) if one]
+        parts += [f"by {title}: {', '.join(values)}"] if len(values) > 1 else []
+    return replace(claim, why="; ".join(parts).replace(" -", " −"))
+
+
+def interval(found: Estimate) -> str:
+    return f"{found.mean:.3f} ± {found.half:.3f}".replace("-", "−")
 
 
 def cost(results: Results) -> Claim:

@@ -28,6 +28,8 @@ def settings(info: dict[str, Any]) -> pd.DataFrame:
             model.get("router_options") or {}
         )
         values["tokens_per_step"] = train.get("batch_size", 1) * train.get("sequence_length", 1)
+        data = {**base.get("data", {}), **over.get("data", {})}
+        values["pad_targets"] = int(data.get("layout") == "padded")
         rows += [
             {"arm": plot_words(arm["name"]), "name": name, "value": float(value)}
             for name, value in values.items()

@@ -368,7 +368,7 @@ def load_text(folder: Path, identity: str, config: LabConfig) -> StudyText:
         content = json.loads((folder / TEXT_FOLDER / "corpus.json").read_text(encoding="utf-8"))
         corpus = Corpus(**{**content, **{name: tuple(content.get(name, ())) for name in ("domains", "cut")}})
         vocabulary = load_vocabulary(folder / TEXT_FOLDER)
-        windows = 1 if layout == "documents" else WINDOWS
+        windows = WINDOWS if layout == "packed" else 1
         ids = {
             side: {
                 domain: TokenIds.load(folder / TEXT_FOLDER / IDS_FOLDER, f"{side}-{at}")
