@@ -91,6 +91,7 @@ QUESTIONS = {  # of each study, in a sentence
     "sweep": "Which options of SPECTRA balance the load in evaluation, and at what loss?",
     "scaling_experts": "How do loss and specialisation change with the number of experts?",
     "scaling_size": "Does the gain of a router grow with the model?",
+    "scaling_large": "Does SPECTRA gain over top-k at width 512 with 64 experts?",
     "causal": "Do alignment and ambiguity predict the effect of removing an expert?",
     "tasks": "Which continuation is right? Routers on tasks of lm-eval that lie in `studies/text/tasks`.",
     "existing": "What do new routers gain in models that exist, kept or upcycled?",
@@ -278,6 +279,16 @@ def scaling_size(tuned: Design) -> Design:
     return study("top2 S", 5, arms, base())
 
 
+def scaling_large(tuned: Design) -> Design:
+    """Width 512 with 64 experts; the rates that were tuned at width 128 are divided by 4."""
+    shape = {"d_model": 512, "d_ff": 1024, "heads": 8, "experts": 64, "top_k": 2}
+    arms = {}
+    for router in ("topk", "spectra"):
+        one = arm(router, tuned, **shape)
+        arms[router] = {**one, "train": rate(one["train"]["learning_rate"] / 4)}
+    return study("topk", 5, arms, base())
+
+
 def causal(tuned: Design) -> Design:
     """Trainings whose experts are then removed one by one (causal.py)."""
     arms = {router: arm(router, tuned) for router in ("top2", "topk", "spectra")}
@@ -391,6 +402,7 @@ def designs(tuned: Design) -> dict[str, Design]:
         "sweep": sweep(tuned.get("best", {})),
         "scaling_experts": scaling_experts(tuned.get("best", {})),
         "scaling_size": scaling_size(tuned.get("best", {})),
+        "scaling_large": scaling_large(tuned.get("best", {})),
         "causal": causal(tuned.get("best", {})),
         "tasks": tasks(),
         "existing": existing(tuned.get("best", {})),

@@ -291,7 +291,13 @@ def add_checks(claim: Claim, results: Results, value: Callable[[Tables, str], pd
             f"; both at that of {BASELINE}: {interval(same)}, {counted(same.seeds, 'seed')}" if same else ""
         )
         parts.append(text)
-    for tables, axis, title in ((results.experts, "experts", "experts"), (results.sizes, "size", "size")):
+    misfit = (
+        " (learning rates of larger ones do not fit, see H6)" if worse_than_smaller(results.sizes) else ""
+    )
+    for tables, axis, title in (
+        (results.experts, "experts", "experts"),
+        (results.sizes, "size", f"size{misfit}"),
+    ):
         found = {
             place: paired(*(value(tables, arm_at(tables, arm, axis, place) or "") for arm in rates))
             for place in axis_values(tables, axis)
