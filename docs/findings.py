@@ -22,6 +22,7 @@ from jinja2 import Environment, StrictUndefined
 from moescope.lab import results as numbers
 from moescope.lab.figures_results import first_seed, middle_layer, variant_arms
 from moescope.lab.figures_study import TARGET_CV
+from moescope.lab.report_cases import mixed_documents, rare_experts, turnover
 from moescope.lab.report_cells import cell as estimate_text
 from moescope.lab.report_cells import p_text
 from moescope.lab.report_results import (
@@ -30,6 +31,7 @@ from moescope.lab.report_results import (
     SETTLED,
     all_sections,
     baseline_cells,
+    checks_tables,
     predictor_title,
     significance_rows,
     sources,
@@ -91,6 +93,9 @@ def render(template: str, studies: list[Tables]) -> str:
     calls: dict[str, Callable[..., str]] = {
         "headline": lambda: headline(results),
         "claims": lambda kind: claims_table(CLAIMS[kind](results)),
+        "checks": lambda: "\n\n".join(
+            f"**{one['title']}**\n\n{payload_table(one)}" for one in checks_tables(results)
+        ),
         "counts": lambda: counts_table(results),
         "whose": lambda subject: numbers.WHOSE[subject],
         "chart": lambda anchor: chart(anchor, results),
@@ -143,14 +148,13 @@ def headline(results: Results) -> str:
 def longer_words(results: Results, arm: str) -> str:
     """Return how the arm compares with the baseline in the studies that train both four times as long."""
     words = []
-    for name in map(numbers.study_name, results.others):
-        found = results.tests.get((name, f"{arm}{LONGER}", f"{BASELINE}{LONGER}"))
-        if found:
+    for one in arm_claims(results, "Hash routing"):
+        found = results.tests.get((one.name, f"{arm}{LONGER}", f"{BASELINE}{LONGER}"))
+        if found and one.number == found:
             how = "better" if found.mean > 0 else "worse"
-            p = f", p {p_text(found.p_adjusted)}" if math.isfinite(found.p_adjusted) else ""
             size = estimate_text(replace(found, mean=abs(found.mean)), 3, chance=False)
-            words.append(f"{how} by {size} in `{name}`{p}, {counted(found.seeds, 'seed')}")
-    return f" After four times the steps: {'; '.join(words)}." if words else ""
+            words.append(f"{how} by {size} in `{one.name}` ({one.verdict})")
+    return f" After four times the steps, on repeated text: {', '.join(words)}." if words else ""
 
 
 def tested_words(found: Estimate | None) -> str:
@@ -307,7 +311,7 @@ def significance_panels(results: Results) -> Panels:
         first, _, second = title.partition(" vs. ")
         kind = "base models" if second.startswith("Top-2, ") else "routers"
         kind = "ablations" if first != "SPECTRA" else kind
-        name = second.split(" (")[0].removeprefix("Top-2, ").replace("new rows, ", "")
+        name = second.split(" (")[0].removeprefix("Top-2, ")
         groups.setdefault(kind, []).append((name, one))
     closure = [(arm, numbers.gap_closure(results.main, arm)) for _, arm in ROUTERS]
     return [
@@ -570,9 +574,9 @@ def stability_panels(results: Results) -> Panels:
 
 def failures_panels(results: Results) -> Panels:
     tables = results.main
-    mixed = {arm: numbers.mixed_documents(tables, arm) for arm in (*SHOWN, FIXED_CHOICES)}
-    moved = {arm: numbers.turnover(tables, arm) for arm in SHOWN}
-    rare = {arm: numbers.rare_experts(tables, arm) for arm in SHOWN}
+    mixed = {arm: mixed_documents(tables, arm) for arm in (*SHOWN, FIXED_CHOICES)}
+    moved = {arm: turnover(tables, arm) for arm in SHOWN}
+    rare = {arm: rare_experts(tables, arm) for arm in SHOWN}
     ratio = {
         arm: None if found is None else numbers.over_seeds(found["early"] / found["late"])
         for arm, found in moved.items()

@@ -325,7 +325,9 @@ def existing(tuned: Design) -> Design:
             options = {key: value for key, value in tuned.get(router, {}).items() if key != "learning_rate"}
             chosen = {"router_options": options} if options else {}
             arms[f"{name}: {router}"] = {"model": {**experts, "router": router, **chosen}, "train": longer}
-    arms["existing MoE: top2, new rows"] = {**arms["existing MoE: top2"], "axes": {"rows": "new"}}
+    kept = arms["existing MoE: top2"]
+    arms["existing MoE: top2"] = {**kept, "axes": {"rows": "trained"}}
+    arms["existing MoE: top2, new rows"] = {**kept, "axes": {"rows": "new"}}
     shared = base(steps=BASE_STEPS)
     shared["data"]["max_bytes"] = EXISTING_BYTES
     shared["train"] |= {"evaluate_every": BASE_STEPS, "checkpoint_every": BASE_STEPS, "compile": False}
@@ -372,7 +374,8 @@ def some(length: int) -> Design:
     shared = {
         "model": {"max_positions": length},
         "data": {
-            **{"vocabulary": "bpe", **layout},
+            "vocabulary": "bpe",
+            **layout,
             "domains": {"tinystories_ru": f"{TEXT}/some/train/tinystories_ru.jsonl.gz"},
             "validation": {"tinystories_ru": f"{TEXT}/some/test/tinystories_ru.jsonl.gz"},
         },
@@ -470,7 +473,8 @@ def shrink(design: Design) -> Design:
             each |= {key: max(each["steps"] // part, 1) for key, part in RHYTHM.items()}
         each |= rate(10 * given["learning_rate"]) if "learning_rate" in given else {}
         arms[name] = {**table, "model": changed, "train": each}
-    data = {"vocabulary": vocabulary, "max_bytes": 400_000}
+    layout = {key: value for key, value in design["base"]["data"].items() if key == "layout"}
+    data = {"vocabulary": vocabulary, "max_bytes": 400_000, **layout}
     small = {"model": model, "data": data, "train": train}
     return {**design, "seeds": 2, "base": small, "arms": arms}
 

@@ -139,9 +139,10 @@ def with_new_rows(base: Path, target: Path, seed: int) -> Path:
 
     model = AutoModelForCausalLM.from_pretrained(base)
     generator = torch.Generator().manual_seed(seed)
-    for name, weight in model.named_parameters():
-        if name.endswith(".gate.weight"):
-            torch.nn.init.normal_(weight, std=model.config.initializer_range, generator=generator)
+    rows = [weight for name, weight in model.named_parameters() if name.endswith(".gate.weight")]
+    assert len(rows) == model.config.num_hidden_layers
+    for weight in rows:
+        torch.nn.init.normal_(weight, std=model.config.initializer_range, generator=generator)
     shutil.copytree(base, target, dirs_exist_ok=True)
     model.save_pretrained(target)
     return target

@@ -18,7 +18,7 @@ import sys
 import tempfile
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 import pandas as pd
@@ -55,7 +55,7 @@ def run_study(name: str, store: Path, work: Path, seconds: float, given: argpars
     file, folder, jobs, device = store / name / "study.toml", work / name, given.jobs, given.device
     again = {"again": given.again} if given.again else {}
     if again:
-        forget(store / name / "run", given.again)
+        forget(store / name, folder, given.again)
     if not (folder / "run.json").exists() and (store / name / "run" / "run.json").exists():
         unpack(store / name / "run", folder, file)
     before = len(finished(store / name / "run"))
@@ -125,8 +125,8 @@ def unpack(run: Path, folder: Path, study: Path) -> None:
     if info.get("status") == "done" and len(finished(run)) == len(plan.trainings):
         shutil.copytree(run, folder)
         return
+    arguments = with_new_arms(info["arguments"], plan, study)
     folder.mkdir(parents=True)
-    arguments = with_new_arms(info["arguments"], plan)
     write_json(folder / "run.json", {**info, "arguments": arguments, "status": "interrupted"})
     arms = {arm.name: arm for arm in plan.arms}
     tables = {
@@ -144,19 +144,35 @@ def unpack(run: Path, folder: Path, study: Path) -> None:
         write_json(task / "setup.json", {"arm": arm, "seed": int(seed)})
 
 
-def with_new_arms(stored: dict[str, Any], plan: Study) -> dict[str, Any]:
-    """Return the stored arguments, with arms that the study was given since."""
-    now = jsonable(plan.as_dict())
+def reject(text: str) -> NoReturn:
+    print(text, file=sys.stderr)
+    sys.exit(2)
+
+
+def with_new_arms(stored: dict[str, Any], plan: Study, study: Path) -> dict[str, Any]:
+    """Return the arguments of the study, which are those of what is stored and perhaps of more arms."""
+    now: dict[str, Any] = jsonable(plan.as_dict())
     same = {**now, "arms": {name: arm for name, arm in now["arms"].items() if name in stored["arms"]}}
-    return now if same == stored else stored  # `moescope study` rejects what was changed
+    if same != stored:
+        reject(f"{study}: its stored trainings have other settings; add arms only, or remove its results")
+    return now
 
 
-def forget(run: Path, arms: list[str]) -> None:
+def check_again(target: Path, folder: Path, arms: list[str]) -> None:
+    info = read_run_json(target / "run") if (target / "run" / "run.json").exists() else None
+    if info is None:
+        reject(f"--again: {target.name} was not run yet; leave it out")
+    if folder.exists():
+        reject(f"--again: {folder} holds {target.name}; remove it, or give another --work")
+    for arm in arms:
+        if arm not in (known := info["arguments"]["arms"]):
+            reject(f"--again {arm}: no stored arm of {target.name}; it has {', '.join(known)}")
+
+
+def forget(target: Path, folder: Path, arms: list[str]) -> None:
     """Remove the stored trainings of these arms, so that they are trained again."""
-    info = read_run_json(run) or {}
-    unknown = set(arms) - {arm["name"] for arm in info["arms"]}
-    if unknown:
-        sys.exit(f"--again {sorted(unknown)[0]}: no arm of {run.parent.name}")
+    check_again(target, folder, arms)
+    run = target / "run"
     for name in TASK_TABLES:
         file = run / f"{name}.parquet"
         if file.exists():
@@ -320,7 +336,9 @@ def main() -> None:
     parser.add_argument("--device", default="auto")
     parser.add_argument("--smoke", action="store_true")
     parser.add_argument("--shared", action="store_true", help="other work uses the device: store no timings")
-    parser.add_argument("--again", nargs="+", metavar="ARM", help="train these arms again")
+    parser.add_argument(
+        "--again", action="append", metavar="ARM", help="train this arm again; may be repeated"
+    )
     given = parser.parse_args()
     end = time.perf_counter() + given.seconds
     work = given.work or Path(tempfile.mkdtemp(prefix="studies-"))
@@ -329,6 +347,8 @@ def main() -> None:
     if given.smoke:
         store = work / "store"
         names = write_smoke(store, names)
+    for name in names if given.again else ():
+        check_again(store / name, work / name, given.again)
     try:
         for name in names:
             left = end - time.perf_counter()

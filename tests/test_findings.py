@@ -15,6 +15,7 @@ from xml.etree import ElementTree
 import numpy as np
 import pandas as pd
 import pytest
+from scipy import stats
 
 from lab.study_runs import more_arms, router_arms, study_run, write_table
 from moescope.lab.report_study import overlay
@@ -244,10 +245,26 @@ def test_a_task_of_lm_eval_and_an_existing_model_are_shown(findings: ModuleType)
 # --- the first lines
 
 
+def test_the_first_lines_say_what_longer_trainings_change(findings: ModuleType):
+    noise = np.array([0.01, -0.02, 0.015, 0.0, -0.01])
+    losses = {"top2": 2.5 + noise, "hash": 2.0 - noise, "spectra": 2.6 - 2 * noise}
+    losses |= {"top2 x4": 2.0 + noise, "hash x4": 2.25 - 2 * noise}
+    text = first_lines(findings, {arm: list(values) for arm, values in losses.items()})
+    difference = 3 * noise - 0.25
+    half = stats.t.ppf(0.975, 4) * difference.std(ddof=1) / np.sqrt(5)
+    assert f"worse by {-difference.mean():.3f} ± {half:.3f} in `main` (refuted)" in text
+
+
 def first_lines(findings: ModuleType, losses: dict[str, list[float]]) -> str:
     runs = [
-        {"study": "main", "arm": arm, "seed": seed, "question": "main", "status": "done", "layer": None}
-        | {"domain": domain, "metric": "validation_loss", "value": loss, "chance": np.nan}
+        {"study": "main", "arm": arm, "seed": seed, "status": "done", "layer": None}
+        | {
+            "question": "scaling" if "x4" in arm else "main",
+            "domain": domain,
+            "metric": "validation_loss",
+            "value": loss,
+            "chance": np.nan,
+        }
         for arm, of_seeds in losses.items()
         for seed, loss in enumerate(of_seeds)
         for domain in ("", "code")

@@ -77,6 +77,9 @@ def test_a_dry_run_is_about_the_base_and_writes_nothing(here, family):
     assert [item.name for item in here.iterdir()] == ["base"]
     with pytest.raises(BadInput, match="--preset is for models of the lab"):
         moescope.count_parameters(preset="nano", base=base)
+    padded = {**settings(), "data": {**DATA, "layout": "padded"}}
+    with pytest.raises(BadInput, match="'padded' is for models of the lab"):
+        moescope.count_parameters(padded, base=base)
 
 
 @pytest.mark.parametrize("family", ["mixtral", "deepseek_v3"])

@@ -6,14 +6,18 @@ import functools
 import math
 from pathlib import Path
 
+import numpy as np
 import pandas as pd
 import pytest
 from playwright.sync_api import expect
 from scipy import stats
 
+from lab.shared_results import losses_of_five_seeds, study
 from lab.study_runs import more_arms, router_arms, study_run, write_table
-from moescope.lab.report_results import stability_section, sweep_section
+from moescope.lab.report_results import bases_section, stability_section
+from moescope.lab.report_scaling import sizes_section, sweep_section
 from moescope.lab.report_study import overlay, study_tables
+from moescope.lab.results import Results
 from moescope.reporting.page import page_content
 from moescope.reporting.verb import report
 from moescope.run import Run
@@ -63,6 +67,7 @@ def test_answers_come_first_then_tables_in_the_papers_order(run: Run):
     assert found == [
         *(
             "6.10 Hypotheses",
+            "H1 to H3 elsewhere",
             "Claims",
             "Claims",
             "Table 13",
@@ -216,8 +221,9 @@ def test_studies_of_separate_runs_make_one_page(run: Run, tmp_path: Path):
     found = tables(main, ablation)
     assert all("not run" not in row for row in found["results_variants"]["rows"])
     assert all("not run" not in row for row in found["results_stability"]["rows"])
-    assert "main (routers; 35 of 35 trainings), ablation (ablations; 40 of 40 trainings)" in text_of(
-        "results_hypotheses", main, ablation
+    assert (
+        "main (35 of 35 trainings: routers, pairs of arms); ablation (40 of 40 trainings: ablations)"
+        in text_of("results_hypotheses", main, ablation)
     )
     verdicts = {row[0][:2]: row[1] for row in found["results_hypotheses"]["rows"]}
     assert list(verdicts) == [f"H{place}" for place in range(1, 8)]
@@ -323,3 +329,40 @@ def test_the_page_draws_all_its_figures_and_fits_its_width(browser, run: Run, tm
     assert window.evaluate("document.documentElement.scrollWidth <= document.documentElement.clientWidth")
     context.close()
     assert troubles == []
+
+
+def made_up(losses: dict[str, list[float]], **more: pd.DataFrame) -> Results:
+    return Results.of([{**study(losses, "scaling"), **more}])
+
+
+def test_base_models_without_own_rows_have_none_drawn_anew():
+    five = losses_of_five_seeds()
+    names = {"top2": "spectra", "spectra": "top2", "top2, new rows": "dense"}
+    losses = {f"existing MoE: {router}": five[of] for router, of in names.items()}
+    losses |= {f"dense small: {router}": five["dense"] for router in ("top2", "spectra")}
+    section = bases_section(made_up(losses).bases)
+    heads = [column["title"] for column in section.tables[0]["columns"]]
+    rows = {row[0]: dict(zip(heads, row, strict=True)) for row in section.tables[0]["rows"]}
+    assert rows["existing MoE"]["top2, new rows, loss"].startswith(f"{np.mean(five['dense']):.4f}")
+    gain = np.mean([(one - other) / one for one, other in zip(five["spectra"], five["top2"], strict=True)])
+    column = next(head for head in heads if head.startswith("improvement"))
+    assert rows["existing MoE"][column].startswith(f"−{-100 * gain:.2f} ± ")  # over Top-2 that was kept
+    assert rows["dense small"]["top2, new rows, loss"] == "as Top-2"
+    assert "dense small: top2, new rows" not in section.text
+
+
+def test_every_arm_of_a_size_has_a_row_and_worse_ones_are_named():
+    five = losses_of_five_seeds()
+    losses = {"top2 S": five["spectra"], "top2 L": five["dense"], "spectra S": five["top2"]}
+    places = [(arm, "size", None, arm[-1]) for arm in losses]
+    axes = pd.DataFrame(places, columns=["arm", "axis", "value", "label"])
+    tables = made_up(losses, study_axes=axes).sizes
+    active = tables["study_runs"]["arm"].str[-1].map({"S": 1e6, "L": 2.5e6})
+    tables["study_runs"]["parameters_active"] = active
+    section = sizes_section(tables)
+    rows = {row[0]: row for row in section.tables[0]["rows"]}
+    assert rows["top2 L"][1] == "2.5"
+    assert rows["top2 L"][3].startswith(f"{np.mean(five['dense']):.4f} ± ")
+    assert section.text.endswith("top2 L.")
+    tables["study_runs"].loc[tables["study_runs"]["arm"] == "top2 L", "validation_loss"] = 1.0
+    assert "top2 L" not in sizes_section(tables).text

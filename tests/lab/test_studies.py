@@ -11,6 +11,7 @@ import tomllib
 from argparse import Namespace
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -243,14 +244,102 @@ def test_a_shard_continues_from_tables_alone(tmp_path: Path):
         pd.testing.assert_frame_equal(one, other, check_dtype=False)
 
 
-def test_arms_that_are_trained_again_leave_the_stored_tables_and_no_other_arm_does(tmp_path: Path):
-    folder = next(folder for folder in STORED if (folder / "run" / "study_layers.parquet").exists())
-    copy = tmp_path / folder.name / "run"
-    shutil.copytree(folder / "run", copy)
-    before = run.finished(copy)
-    arm = min(before)[0]
-    run.forget(copy, [arm])
-    assert run.finished(copy) == {one for one in before if one[0] != arm}
-    assert arm not in set(read_parquet(str(copy / "study_layers.parquet"), TABLES["study_layers"])["arm"])
-    with pytest.raises(SystemExit, match="no arm of"):
-        run.forget(copy, ["no such arm"])
+def small_study(store: Path, *arms: str) -> None:
+    design = designs.shrink(designs.main_study({}))
+    design["arms"] = {arm: design["arms"][arm] for arm in arms}
+    design["base"]["train"] |= {"steps": 4, "evaluate_every": 2, "checkpoint_every": 2, "sequence_length": 32}
+    design["base"]["data"]["max_bytes"] = 100_000
+    (store / "main").mkdir(exist_ok=True)
+    (store / "main" / "study.toml").write_text(designs.toml(design))
+
+
+def shard(store: Path, work: str, **options: Any) -> dict[str, Any]:
+    given = {"jobs": 1, "device": "cpu", "again": None, "shared": False, **options}
+    assert run.run_study("main", store, store / work, 300, Namespace(**given))
+    last: dict[str, Any] = json.loads((store / "main" / "environment.json").read_text())["shards"][-1]
+    return last
+
+
+def test_a_stored_study_gains_an_arm_and_trains_another_again_beside_other_work(tmp_path: Path):
+    small_study(tmp_path, "top2", "hash")
+    assert shard(tmp_path, "first")["trainings"] == 4
+    stored, timed = tmp_path / "main" / "run", tmp_path / "main" / "run" / "overhead.parquet"
+    before, times = pd.read_parquet(stored / "study_runs.parquet"), timed.read_bytes()
+    small_study(tmp_path, "top2", "hash", "dense")
+    last = shard(tmp_path, "second", again=["hash"], shared=True)
+    assert (last["trainings"], last["again"]) == (4, ["hash"])  # dense for the first time, hash again
+    after = pd.read_parquet(stored / "study_runs.parquet")
+    assert set(after["arm"]) == {"top2", "hash", "dense"}
+    seconds = [runs.set_index(["arm", "seed"])["seconds"] for runs in (before, after)]
+    for seed in (0, 1):
+        assert seconds[1]["top2", seed] == seconds[0]["top2", seed]
+        assert seconds[1]["hash", seed] != seconds[0]["hash", seed]
+    assert timed.read_bytes() == times  # measured while nothing else ran
+    plan = study_from(tomllib.loads((tmp_path / "main" / "study.toml").read_text()))
+    assert json.loads((stored / "run.json").read_text())["arguments"] == json.loads(
+        json.dumps(plan.as_dict())
+    )
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ("settings", "other settings"),
+        ("removed", "other settings"),
+        ("unknown", "no stored arm"),
+        ("not run", "was not run yet"),
+        ("work", "remove it"),
+    ],
+)
+def test_what_a_stored_study_cannot_do_is_one_line_and_changes_nothing(
+    tmp_path: Path, capsys: pytest.CaptureFixture, change: str, words: str
+):
+    folder = next(folder for folder in STORED if folder.name == "controls")
+    shutil.copytree(folder, tmp_path / "controls")
+    file, again = tmp_path / "controls" / "study.toml", ["top2"]
+    if change in ("settings", "removed"):
+        design = tomllib.loads(file.read_text())
+        name = next(name for name in design["arms"] if name.startswith("switch"))
+        if change == "removed":
+            del design["arms"][name]
+        else:
+            design["arms"][name]["train"]["learning_rate"] = 0.5
+        file.write_text(designs.toml(design))
+        again = None
+        info = json.loads((tmp_path / "controls" / "run" / "run.json").read_text())
+        (tmp_path / "controls" / "run" / "run.json").write_text(json.dumps({**info, "status": "interrupted"}))
+    elif change == "unknown":
+        again = ["top3"]
+    elif change == "not run":
+        shutil.rmtree(tmp_path / "controls" / "run")
+    else:
+        (tmp_path / "work" / "controls").mkdir(parents=True)
+    before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
+    given = Namespace(jobs=1, device="cpu", again=again, shared=False)
+    with pytest.raises(SystemExit) as stopped:
+        run.run_study("controls", tmp_path, tmp_path / "work", 300, given)
+    assert stopped.value.code == 2
+    line = capsys.readouterr().err
+    assert line.count("\n") == 1
+    assert words in line
+    assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == before
+
+
+def test_new_rows_are_drawn_for_every_router_and_nothing_else_changes(tmp_path: Path):
+    from transformers import AutoModelForCausalLM, MixtralConfig, MixtralForCausalLM
+
+    config = MixtralConfig(
+        **{"hidden_size": 16, "intermediate_size": 8, "num_hidden_layers": 2, "vocab_size": 32},
+        **{"num_attention_heads": 2, "num_key_value_heads": 2, "num_local_experts": 4},
+    )
+    MixtralForCausalLM(config).save_pretrained(tmp_path / "base")
+    existing.with_new_rows(tmp_path / "base", tmp_path / "new", seed=3)
+    existing.with_new_rows(tmp_path / "base", tmp_path / "other", seed=4)
+    base, new, other = (
+        AutoModelForCausalLM.from_pretrained(tmp_path / name).state_dict()
+        for name in ("base", "new", "other")
+    )
+    changed = {name for name in base if not torch.equal(base[name], new[name])}
+    assert len(changed) == 2
+    assert all(name.endswith("gate.weight") for name in changed)
+    assert not any(torch.equal(new[name], other[name]) for name in changed)

@@ -267,3 +267,13 @@ def test_a_file_that_cannot_be_read_is_named(tmp_path: Path, text: str | None, m
         path.write_text(text)
     with pytest.raises(BadInput, match=message):
         read_study(path)
+
+
+def test_equal_settings_are_two_arms_only_where_an_axis_of_the_study_itself_tells_them_apart():
+    arms = {rows: {"model": {"router": "hash"}, "axes": {"rows": rows}} for rows in ("kept", "new")}
+    assert [arm.name for arm in study_from({"reference": "kept", "arms": arms}).arms] == ["kept", "new"]
+    del arms["kept"]["axes"]
+    with pytest.raises(BadInput, match="the same training"):
+        study_from({"reference": "kept", "arms": arms})
+    with pytest.raises(BadInput, match="the same training"):
+        made(arms={"mine": {"model": {"router": "loss_free"}}})  # the list of routers has it

@@ -117,6 +117,8 @@ def check_existing(config: ExistingConfig, where: str) -> None:
     base, train = config.base, config.train
     check_numbers("train", train, where)
     check_data(config.data, where)
+    if config.data.layout == "padded":
+        raise BadInput(f"{where}: [data] layout = 'padded' is for models of the lab; use 'documents'")
     if base.trained and base.trained not in TRAINED:
         raise unknown_name("trained", base.trained, list(TRAINED))
     if train.epochs or train.steps < 1:

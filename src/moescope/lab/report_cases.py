@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pandas as pd
 
 from moescope.lab import results as numbers
 from moescope.lab.report_cells import Heads, cell, percent, section
-from moescope.lab.results import BASELINE, FIXED_CHOICES, METHOD, NOT_RUN, ROUTERS
+from moescope.lab.results import BASELINE, FIXED_CHOICES, METHOD, NOT_RUN, ROUTERS, Estimate, over_seeds
 from moescope.plotting.style import listed
 from moescope.reporting.pack import plain_table
 from moescope.verb import Section, Tables
 
 SPANS_OF = 2  # documents
 AMBIGUOUS = "Ambiguous context"
+RARE = 0.1  # of the mean load
+EARLY = 0.1  # of the steps
 
 
 def spans_section(tables: Tables) -> Section:
@@ -105,7 +108,7 @@ def failure_modes(tables: Tables, arm: str) -> dict[str, tuple[str, str] | None]
     """Return mode -> (frequency, impact), None where nothing was measured."""
     ambiguous, distant, early, rare = MODES
     found: dict[str, tuple[str, str] | None] = dict.fromkeys(MODES)
-    if mixed := numbers.mixed_documents(tables, arm):
+    if mixed := mixed_documents(tables, arm):
         share, lost, kept = mixed
         found[ambiguous] = (
             f"{cell(share, 0, 100.0, chance=False)} % of documents lose",
@@ -115,17 +118,74 @@ def failure_modes(tables: Tables, arm: str) -> dict[str, tuple[str, str] | None]
     if outside := numbers.unseen_bits(tables, arm):
         words = [f"{name}: {cell(one, 3, chance=False)} bits per byte" for name, one in outside.items()]
         found[distant] = ("all tokens of " + listed(list(outside)), "; ".join(words))
-    moved = numbers.turnover(tables, arm)
+    moved = turnover(tables, arm)
     if moved is not None and (ratio := numbers.over_seeds(moved["early"] / moved["late"])):
         found[early] = (
             f"{cell(ratio, 1, chance=False)} times the late change",
             f"{percent(float(moved['early'].mean()))} of the load moves per logged step, late "
             f"{percent(float(moved['late'].mean()))}",
         )
-    if scarce := numbers.rare_experts(tables, arm):
+    if scarce := rare_experts(tables, arm):
         experts, choices = scarce
         found[rare] = (
             f"{cell(experts, 1, 100.0, chance=False)} % of experts (balanced: 0)",
             f"{cell(choices, 2, 100.0, chance=False)} % of choices",
         )
     return found
+
+
+# --- numbers
+
+
+def mixed_documents(tables: Tables, arm: str) -> tuple[Estimate, Estimate, Estimate] | None:
+    """Return for documents that switch domain: share that lose, nats lost, and change of the choices kept.
+
+    All against the same tokens after another text of their own domain.
+    """
+    rows = tables.get("study_mixed")
+    rows = None if rows is None else rows[rows["arm"] == arm]
+    if rows is None or rows.empty:
+        return None
+    lost = rows["loss_other"] - rows["loss_same"]
+    kept = rows["kept_other"] - rows["kept_same"]
+    found = [
+        over_seeds(values.groupby(rows["seed"]).mean(), level)
+        for values, level in (((lost > 0).astype(float), math.nan), (lost, 0.0), (kept, 0.0))
+    ]
+    first, second, third = (one or Estimate(math.nan, math.nan, 0) for one in found)
+    return first, second, third
+
+
+def turnover(tables: Tables, arm: str) -> pd.DataFrame | None:
+    """Return per seed: the change of usage between logged steps, early and late, mean over layers.
+
+    Change: half the sum over experts of |share − share before|. Early is the first tenth of the steps, at
+    least the first change; late the last half.
+    """
+    rows = tables.get("study_usage")
+    rows = None if rows is None else rows[rows["arm"] == arm]
+    if rows is None or rows.empty:
+        return None
+    wide = rows.pivot_table(index=["seed", "layer", "step"], columns="expert", values="share")
+    moved = wide.groupby(level=["seed", "layer"]).diff().abs().sum(axis=1, min_count=1).dropna() / 2
+    by_step = moved.groupby(level=["seed", "step"]).mean().unstack("seed")
+    if len(by_step) < 4:
+        return None
+    last = int(rows["step"].max())
+    early = by_step[(by_step.index <= EARLY * last) | (by_step.index == by_step.index[0])]
+    return pd.DataFrame({"early": early.mean(), "late": by_step[by_step.index > last / 2].mean()})
+
+
+def rare_experts(tables: Tables, arm: str) -> tuple[Estimate, Estimate] | None:
+    """Return the share of experts below a tenth of the mean load, and the share of choices they get."""
+    rows = tables.get("study_loads")
+    rows = None if rows is None else rows[(rows["arm"] == arm) & ~rows["domain"].isin(numbers.unseen(tables))]
+    if rows is None or rows.empty:
+        return None
+    loads = rows.groupby(["seed", "layer", "expert"])["tokens"].sum()
+    mean = loads.groupby(level=["seed", "layer"]).transform("mean")
+    rare = loads < RARE * mean
+    share = rare.groupby(level="seed").mean()
+    choices = loads.where(rare, 0).groupby(level="seed").sum() / loads.groupby(level="seed").sum()
+    first, second = over_seeds(share, 0.0), over_seeds(choices, 0.0)
+    return (first, second) if first and second else None

@@ -41,6 +41,7 @@ from moescope.lab.results import (
 from moescope.lab.results_claims import (
     Claim,
     arm_claims,
+    checks,
     documents_text,
     effect_claims,
     hypotheses,
@@ -61,6 +62,7 @@ PARTS = {  # component of the overhead table -> row of the published one
 }
 KEPT_ROUTER = "Top-2 continues the base's own trained router, SPECTRA starts untrained"
 BOTH_NEW = "both routers start untrained"
+CHECKS = "H1 to H3 elsewhere: SPECTRA minus Top-2 ± 95 %, above 0 favours SPECTRA, not corrected"
 EXISTING_MOE = "existing MoE"
 BASES = ("dense small, upcycled", "dense medium, upcycled", EXISTING_MOE)
 NO_HARNESS = "Tasks of lm-eval: not run, as no study on this page names tasks."
@@ -142,7 +144,20 @@ def hypotheses_section(results: Results) -> Section:
         f"{conditions(results)}"
     )
     table = claims_table("results_hypotheses", "6.10 Hypotheses", "hypothesis", found)
-    return section("answers", "Hypotheses", text.strip(), table)
+    return section("answers", "Hypotheses", text.strip(), table, *checks_tables(results))
+
+
+def checks_tables(results: Results) -> list[Payload]:
+    """Return the numbers of H1 to H3 elsewhere, if there are any."""
+    found = checks(results)
+    heads: Heads = [("check", "where", "text"), ("H1", "H1: loss, nats per token", "text")]
+    heads += [("H2", "H2: orthogonality of outputs", "text"), ("H3", "H3: consistency", "text")]
+    heads.append(("seeds", "seeds", "int"))
+    rows = [
+        [title, *(cell(one, 4) if one else "none" for one in of_row), max(one.seeds for one in of_row if one)]
+        for title, of_row in found
+    ]
+    return [plain_table("results_checks", CHECKS, heads, rows)] if len(rows) > 1 else []
 
 
 def arms_section(results: Results, subject: str) -> Section:
@@ -191,7 +206,7 @@ def family(results: Results) -> str:
     """Say which tests are corrected together: they are the same in every table."""
     tested = [one for one in results.tests.values() if one and math.isfinite(one.p_adjusted)]
     return (
-        f"Holm-corrected together with all {len(tested)} tests of this page."
+        f"Holm-corrected together with all {len(tested)} tests of the results."
         if tested
         else "Nothing is tested."
     )
@@ -208,15 +223,16 @@ def sources(results: Results) -> str:
         "sweep": results.sweep,
         "removed experts": results.effects,
         "tasks": results.tasks,
-        "one learning rate": results.controls,
+        "equal learning rates": results.controls,
     }
-    named: dict[int, str] = {}
+    named: dict[str, list[str]] = {}
     for part, tables in [*parts.items(), *(("pairs of arms", tables) for tables in results.others)]:
         if tables:
             done, planned = numbers.completed(tables)
-            words = f"{numbers.study_name(tables)} ({part}; {done} of {planned} trainings)"
-            named.setdefault(id(tables), words)
-    return f" Studies: {', '.join(named.values())}." if named else ""
+            words = f"{numbers.study_name(tables)} ({done} of {planned} trainings: "
+            named.setdefault(words, []).append(part)
+    studies = [f"{words}{', '.join(found)})" for words, found in named.items()]
+    return f" Studies: {'; '.join(studies)}." if studies else ""
 
 
 def significance_section(results: Results) -> Section:
@@ -272,8 +288,8 @@ def significance_rows(results: Results) -> list[tuple[str, str, Estimate | None]
     names["main", DENSE_ACTIVE] = "SPECTRA vs. Dense (active size)"
     names["ablation", EQUAL_FLOPS] = f"SPECTRA vs. Top-2 of equal FLOPs{more_parameters(results.ablation)}"
     for base in numbers.base_models(results.bases):
-        rows = numbers.other_base(results.bases, base).partition(NEW_ROWS)[1][len(BASELINE) :]
-        names["bases", base] = f"SPECTRA vs. Top-2{rows}, {base}"
+        names["bases", f"{base}: {BASELINE}"] = f"SPECTRA vs. Top-2, {base}"
+        names["bases", f"{base}: {NEW_ROWS}"] = f"SPECTRA vs. Top-2, {base}, new rows"
     found = results.tests
     return [(names[key], key[1], one) for key, one in found.items() if key in names]
 
@@ -289,7 +305,7 @@ def flops_ratio(results: Results, arm: str) -> float | None:
     pairs = [
         (results.main, arm, METHOD),
         (results.ablation, arm, METHOD),
-        (results.bases, f"{arm}: {BASELINE}", f"{arm}: {METHOD}"),
+        (results.bases, arm, f"{arm.rpartition(': ')[0]}: {METHOD}"),
     ]
     for tables, other, method in pairs:
         flops = [numbers.by_seed(tables, name, "flops_per_token").mean() for name in (other, method)]
@@ -300,8 +316,8 @@ def flops_ratio(results: Results, arm: str) -> float | None:
 
 def comparison_note(results: Results, arm: str) -> str:
     """Say what else differs: a router that was trained before, or many layers that collapsed."""
-    if arm == EXISTING_MOE:
-        return BOTH_NEW if numbers.other_base(results.bases, arm).endswith(NEW_ROWS) else KEPT_ROUTER
+    if arm.startswith(f"{EXISTING_MOE}: "):
+        return BOTH_NEW if arm.endswith(NEW_ROWS) else KEPT_ROUTER
     found = numbers.collapse_rate(results.main, arm) or numbers.collapse_rate(results.ablation, arm)
     if found is None or found.rate < MANY_COLLAPSED:
         return ""
@@ -572,8 +588,7 @@ def bases_section(tables: Tables) -> Section:
     rows, arms = [], [(f"{base}: {router}",) * 2 for base in bases for router in named if router != NEW_ROWS]
     for base in bases or BASES:
         losses = {name: numbers.by_seed(tables, f"{base}: {name}", "validation_loss") for name in named}
-        other = numbers.by_seed(tables, numbers.other_base(tables, base), "validation_loss")
-        gain = numbers.over_seeds((other - losses[METHOD]) / other)
+        gain = numbers.over_seeds((losses[BASELINE] - losses[METHOD]) / losses[BASELINE])
         cells = [
             arm_cell(tables, f"{base}: {name}", numbers.over_seeds(of_seeds), 4)
             if name != NEW_ROWS or name in bases[base]
@@ -585,7 +600,7 @@ def bases_section(tables: Tables) -> Section:
     text = (
         "Loss on held-out text in nats per token, after training routers and experts; trained on: the base "
         f"itself, trained as long. In an existing MoE {KEPT_ROUTER}"
-        + (f", as {NEW_ROWS!r} does: the improvement is over that" if NEW_ROWS in named else "")
+        + (f", as {NEW_ROWS!r} does" if NEW_ROWS in named else "")
         + f". {lacking}"
     )
     table = plain_table("results_bases", "Table 10: base models", heads, rows)
@@ -604,11 +619,15 @@ def stability_section(tables: Tables) -> Section:
     heads += [("study_layers.metric", FFN[name], "text") for name in measured]
     rows = []
     for title, arm in ROUTERS:
-        consistency = numbers.run_value(tables, arm, "consistency", "consistency_chance")
+        consistency = arm_cell(
+            tables, arm, numbers.run_value(tables, arm, "consistency", "consistency_chance"), 1, 100.0
+        )
+        if numbers.by_seed(tables, arm, "consistency_estimated").any():
+            consistency = consistency.replace("(", "(≈ ")
         rows.append(
             [
                 title,
-                arm_cell(tables, arm, consistency, 1, 100.0),
+                consistency,
                 arm_cell(tables, arm, numbers.run_value(tables, arm, "usage_sigma"), 4),
                 arm_cell(tables, arm, numbers.run_value(tables, arm, "kendall_tau"), 2),
                 *(arm_cell(tables, arm, numbers.layer_value(tables, arm, name)) for name in measured),
@@ -617,7 +636,8 @@ def stability_section(tables: Tables) -> Section:
     rows.append(["Ideal", "100", "0", "1", *[""] * len(measured)])
     text = (
         "Between the last checkpoints, means over layers and seeds. Chance of consistency: independent "
-        "choices with the same loads. With even loads the order of experts is noise: a low τ is no defect. "
+        "choices with the same loads (≈: with those of the last checkpoint). With even loads the order of "
+        "experts is noise: a low τ is no defect. "
         + (
             "FFN outputs: mean over layers in evaluation, brackets: of Gaussian outputs. "
             if measured

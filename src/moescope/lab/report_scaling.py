@@ -10,6 +10,7 @@ from moescope.lab.figures_study import TARGET_CV
 from moescope.lab.report_cells import Heads, absent, arm_cell, cell, minus, section
 from moescope.lab.results import BASELINE, METHOD, NOT_RUN
 from moescope.lab.results_conditions import setting
+from moescope.plotting.style import listed
 from moescope.reporting.pack import plain_table
 from moescope.verb import Section, Tables
 
@@ -69,10 +70,10 @@ def sizes_section(tables: Tables) -> Section:
                 arm_cell(tables, arm, numbers.run_value(tables, arm, "loss_slope"), 2),
             ]
         )
-    text = "Learning rates were tuned at the smallest size, not at the others; no test. "
-    worse = numbers.worse_than_smaller(tables) if rows else ""
+    text = "Of several arms of a router and size, that of the lowest learning rate counts; no test. "
+    worse = numbers.worse_than_smaller(tables) if rows else []
     if worse:
-        text += f"{worse} predicts worse than a smaller model: that rate does not fit its size. "
+        text += f"Worse than a smaller model: {listed(worse)}. "
     if not rows:
         text, rows = "Not run: no study on this page varies the size.", [[NOT_RUN] * len(heads)]
     table = plain_table("results_sizes", "Sizes", heads, rows)

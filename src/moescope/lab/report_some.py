@@ -138,7 +138,7 @@ def used_text(one: Published) -> str:
 
 
 def epoch_losses(tables: Tables, arm: str) -> list[tuple[float, float]]:
-    """Return epoch and mean loss at its end, with pads if they were learned; published are four epochs."""
+    """Return epoch and mean loss at its end, with pads if they were learned; there are four epochs."""
     rows = tables.get("study_curves")
     column = "validation_loss_published" if as_published(tables) else "validation_loss"
     if rows is None or column not in rows:

@@ -43,7 +43,10 @@ VARIANTS = [  # row, arm, whether the hypothesis on components names it
 EFFECT, GIVEN_LOAD = "effect_", "_given_load"  # metrics of study_layers
 PREDICTORS = {"alignment": 1, "ambiguity": -1}  # sign of the expected correlation
 EQUAL_FLOPS = f"{BASELINE}_flops"
-AT_BASELINE_RATE = f"{METHOD} at the rate of {BASELINE}"
+AT_BASELINE_RATE, AT_METHOD_RATE = (
+    f"{METHOD} at the rate of {BASELINE}",
+    f"{BASELINE} at the rate of {METHOD}",
+)
 NEW_ROWS = f"{BASELINE}, new rows"  # in a model that exists: as untrained as the method's router
 LONGER = " x4"  # ends the names of arms of four times the steps
 ARM_CLAIMS = {  # subject -> claim, the arm that is better by it, the other
@@ -70,10 +73,8 @@ WHOSE = {  # subject -> who claims it
 }
 PAIRS = [(arm, other) for claims in ARM_CLAIMS.values() for _, arm, other in claims]
 LEAST_SHARE, MOST_VIOLATION = 0.01, 0.5  # beyond them a layer has collapsed
-RARE = 0.1  # of the mean load
 SPECIALISED = ("code", "math", "medicine", "science", "headers", "arithmetic")  # domains
 SIMILAR_COST = 1.1  # times that of the baseline
-EARLY = 0.1  # of the steps
 
 CONFIRMED, REFUTED = "confirmed", "refuted"
 UNDECIDED = "undecided"  # tested, but not distinguishable
@@ -314,14 +315,19 @@ def on_axis(tables: Tables, axis: str) -> pd.DataFrame:
 
 
 def arm_at(tables: Tables, router: str, axis: str, place: Any) -> str | None:
-    """Return the arm of the router at that value or name of the axis; of several the one of lowest loss."""
+    """Return the arm of the router at that value or name of the axis; of several that of the lowest rate.
+
+    Rates are tuned at one size, and larger models need lower ones. No loss chooses.
+    """
     rows = on_axis(tables, axis)
     there = set(rows.loc[(rows["value"] == place) | (rows["label"] == place), "arm"])
     routers = on_axis(tables, "router")
     of_router = set(routers.loc[routers["label"] == router, "arm"])
     of_router |= {arm for arm in there if arm.split(" ")[0] == router}
-    losses = {arm: by_seed(tables, arm, "validation_loss").mean() for arm in sorted(there & of_router)}
-    return min(losses, key=lambda arm: (math.isnan(losses[arm]), losses[arm]), default=None)
+    arms, trained = sorted(there & of_router), finished_arms(tables)
+    settings = tables.get("study_settings", pd.DataFrame(columns=["arm", "name", "value"]))
+    rates = settings[settings["name"] == "learning_rate"].set_index("arm")["value"].to_dict()
+    return min(arms, key=lambda arm: (arm not in trained, rates.get(arm, math.inf)), default=None)
 
 
 # --- numbers of one arm
@@ -440,11 +446,13 @@ def tested_numbers(results: Results) -> dict[Key, Tested]:
     found |= {("routers", arm): gain(main, BASELINE, arm) for arm in others}
     found |= {("ablation", arm): gain(results.ablation, METHOD, arm) for arm in variants}
     found |= {
-        ("bases", base): gain(results.bases, f"{base}: {METHOD}", other_base(results.bases, base))
-        for base in base_models(results.bases)
+        ("bases", f"{base}: {router}"): gain(results.bases, f"{base}: {METHOD}", f"{base}: {router}")
+        for base, routers in base_models(results.bases).items()
+        for router in (BASELINE, NEW_ROWS)
+        if router in routers
     }
     consistency = (consistency_beyond_chance(main, arm) for arm in both)
-    sizes = tuple(dict.fromkeys(trainings(results.sizes)["arm"]))
+    sizes = tuple(arm for router in both for arm in arms_by_size(results.sizes, router))
     found |= {
         ("H2",): Tested(layer_difference(main, "output_orthogonality"), main, both),
         ("H3",): Tested(next(consistency) - next(consistency), main, both),
@@ -482,12 +490,6 @@ def base_models(tables: Tables) -> dict[str, list[str]]:
         if colon:
             found.setdefault(base, []).append(router)
     return found
-
-
-def other_base(tables: Tables, base: str) -> str:
-    """Return the arm that the method is compared with in that base: with new rows, where it was run."""
-    rows = f"{base}: {NEW_ROWS}"
-    return rows if rows in finished_arms(tables) else f"{base}: {BASELINE}"
 
 
 def predicted_effects(tables: Tables) -> list[tuple[str, str]]:
@@ -569,60 +571,6 @@ def gap_closure(tables: Tables, arm: str) -> Estimate | None:
 # --- failure modes
 
 
-def mixed_documents(tables: Tables, arm: str) -> tuple[Estimate, Estimate, Estimate] | None:
-    """Return for documents that switch domain: share that lose, nats lost, and change of the choices kept.
-
-    All against the same tokens after another text of their own domain.
-    """
-    rows = tables.get("study_mixed")
-    rows = None if rows is None else rows[rows["arm"] == arm]
-    if rows is None or rows.empty:
-        return None
-    lost = rows["loss_other"] - rows["loss_same"]
-    kept = rows["kept_other"] - rows["kept_same"]
-    found = [
-        over_seeds(values.groupby(rows["seed"]).mean(), level)
-        for values, level in (((lost > 0).astype(float), math.nan), (lost, 0.0), (kept, 0.0))
-    ]
-    first, second, third = (one or Estimate(math.nan, math.nan, 0) for one in found)
-    return first, second, third
-
-
-def turnover(tables: Tables, arm: str) -> pd.DataFrame | None:
-    """Return per seed: the change of usage between logged steps, early and late, mean over layers.
-
-    Change: half the sum over experts of |share − share before|. Early is the first tenth of the steps, at
-    least the first change; late the last half.
-    """
-    rows = tables.get("study_usage")
-    rows = None if rows is None else rows[rows["arm"] == arm]
-    if rows is None or rows.empty:
-        return None
-    wide = rows.pivot_table(index=["seed", "layer", "step"], columns="expert", values="share")
-    moved = wide.groupby(level=["seed", "layer"]).diff().abs().sum(axis=1, min_count=1).dropna() / 2
-    by_step = moved.groupby(level=["seed", "step"]).mean().unstack("seed")
-    if len(by_step) < 4:
-        return None
-    last = int(rows["step"].max())
-    early = by_step[(by_step.index <= EARLY * last) | (by_step.index == by_step.index[0])]
-    return pd.DataFrame({"early": early.mean(), "late": by_step[by_step.index > last / 2].mean()})
-
-
-def rare_experts(tables: Tables, arm: str) -> tuple[Estimate, Estimate] | None:
-    """Return the share of experts below a tenth of the mean load, and the share of choices they get."""
-    rows = tables.get("study_loads")
-    rows = None if rows is None else rows[(rows["arm"] == arm) & ~rows["domain"].isin(unseen(tables))]
-    if rows is None or rows.empty:
-        return None
-    loads = rows.groupby(["seed", "layer", "expert"])["tokens"].sum()
-    mean = loads.groupby(level=["seed", "layer"]).transform("mean")
-    rare = loads < RARE * mean
-    share = rare.groupby(level="seed").mean()
-    choices = loads.where(rare, 0).groupby(level="seed").sum() / loads.groupby(level="seed").sum()
-    first, second = over_seeds(share, 0.0), over_seeds(choices, 0.0)
-    return (first, second) if first and second else None
-
-
 def unseen(tables: Tables) -> list[str]:
     """Return the domains that were evaluated and not trained on; the reader of a run names them."""
     return list(tables["unseen_domains"]["domain"]) if "unseen_domains" in tables else []
@@ -673,16 +621,21 @@ def size_slopes(tables: Tables) -> pd.Series:
     return pd.Series(slopes, rows.index, dtype=float)
 
 
-def worse_than_smaller(tables: Tables) -> str:
-    """Return the first arm of either router that predicts worse than a smaller one of it, else nothing."""
+def arms_by_size(tables: Tables, router: str) -> list[str]:
+    """Return the router's finished arms that count, one per size, the smallest model first."""
+    places = (arm_at(tables, router, "size", size) for size in axis_values(tables, "size"))
+    arms = [arm for arm in places if arm in finished_arms(tables)]
+    return sorted(arms, key=lambda arm: by_seed(tables, arm, "parameters_active").mean())
+
+
+def worse_than_smaller(tables: Tables) -> list[str]:
+    """Return the arms of both routers that predict worse than a smaller one."""
+    found = []
     for router in (METHOD, BASELINE):
-        arms = [arm_at(tables, router, "size", size) or "" for size in axis_values(tables, "size")]
-        arms.sort(key=lambda arm: by_seed(tables, arm, "parameters_active").mean())
+        arms = arms_by_size(tables, router)
         losses = [by_seed(tables, arm, "validation_loss").mean() for arm in arms]
-        for at in range(1, len(arms)):
-            if losses[at] > min(losses[:at]):
-                return arms[at]
-    return ""
+        found += [arm for at, arm in enumerate(arms) if at and losses[at] > min(losses[:at])]
+    return found
 
 
 def domain_contrast(tables: Tables) -> pd.Series:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import pandas as pd
@@ -11,6 +11,7 @@ import pandas as pd
 from moescope.lab.results import (
     ARM_CLAIMS,
     AT_BASELINE_RATE,
+    AT_METHOD_RATE,
     BASELINE,
     CONFIRMED,
     EFFECT,
@@ -34,11 +35,12 @@ from moescope.lab.results import (
     by_seed,
     consistency_beyond_chance,
     effect_ceiling,
-    finished_arms,
     layer_means,
-    loss_gain,
+    layer_value,
+    layer_values,
     over_seeds,
     paired,
+    run_value,
     study_name,
     tested_predictors,
     trainings,
@@ -49,6 +51,7 @@ from moescope.lab.study_statistics import MIN_SEEDS
 from moescope.plotting.style import counted, listed
 from moescope.verb import Tables
 
+DISTINCTNESS = "output_orthogonality"  # metric of study_layers
 FEWEST = 20  # documents for a claim about the outputs of experts
 
 
@@ -70,35 +73,31 @@ def hypotheses(results: Results) -> list[Claim]:
     found, both = results.tests, missing(METHOD, BASELINE)
     main = results.main
     return [
-        add_checks(
-            add_repeated_difference(
-                judge(
-                    "H1",
-                    "SPECTRA predicts better than Switch routing",
-                    "loss of Switch Top-2 minus SPECTRA (nats per token)",
-                    found["main", BASELINE],
-                    both,
-                ),
-                results,
+        add_rates(
+            judge(
+                "H1",
+                "SPECTRA predicts better than Switch routing",
+                "loss of Switch Top-2 minus SPECTRA (nats per token)",
+                found["main", BASELINE],
+                both,
             ),
-            results,
-            lambda tables, arm: -by_seed(tables, arm, "validation_loss"),
+            main,
         ),
-        add_checks(
+        add_rates(
             require_documents(
                 judge(
                     "H2",
                     "Experts of SPECTRA are more distinct",
-                    f"orthogonality of expert outputs{documents_text(main)}, SPECTRA minus Switch Top-2",
+                    f"orthogonality of expert outputs{documents_text(main)}, SPECTRA minus Switch Top-2"
+                    + levels_text(main),
                     found["H2",],
                     both,
                 ),
                 main,
             ),
-            results,
-            lambda tables, arm: layer_means(tables, arm, "output_orthogonality"),
+            main,
         ),
-        add_checks(
+        add_rates(
             require_measured_chance(
                 judge(
                     "H3",
@@ -109,8 +108,7 @@ def hypotheses(results: Results) -> list[Claim]:
                 ),
                 main,
             ),
-            results,
-            consistency_beyond_chance,
+            main,
         ),
         cost(results),
         components(found),
@@ -149,32 +147,67 @@ def arm_claims(results: Results, subject: str) -> list[Claim]:
         studies = {study_name(tables): tables for tables in results.others}
         compared = {name: tables for name, tables in studies.items() if found[name, arm, other]}
         for name, tables in compared.items():
-            one = judge(name, claim, measure, found[name, arm, other], "")
-            parts = [one.why, *training_differences(tables, arm, other)]
+            one = require_falling(
+                judge(name, claim, measure, found[name, arm, other], ""), tables, arm, other
+            )
+            parts = [one.why, rates_text(tables, arm, other), same_rate(results, tables, arm, other)]
             claims.append(replace(one, why="; ".join(part for part in parts if part)))
         if not compared:
             failed = [
                 part for tables in results.others for part in no_better_than_unigram(tables, arm, other)
             ]
-            claims.append(judge("", claim, measure, None, "; ".join(failed) or missing(arm, other)))
+            one = judge("", claim, measure, None, "; ".join(failed) or missing(arm, other))
+            claims.append(replace(one, counts="no number" if failed else ""))
     return claims
 
 
-def training_differences(tables: Tables, *arms: str) -> list[str]:
-    """Say where the arms' learning rates differ, and where a loss rises at the end of training."""
-    rates = [f"{arm} {rate:g}" for arm in arms if (rate := setting(tables, arm, "learning_rate"))]
-    slopes = {arm: by_seed(tables, arm, "loss_slope").mean() for arm in arms}
-    rising = [f"{arm} by {slope:.2f}" for arm, slope in slopes.items() if slope > 0]
-    parts = [f"learning rates: {listed(rates)}"] if len({rate.split()[-1] for rate in rates}) > 1 else []
-    return parts + ([f"at the end losses rise per 1,000 steps: {listed(rising)}"] if rising else [])
+def require_falling(claim: Claim, tables: Tables, arm: str, other: str) -> Claim:
+    """Leave a claim undecided where a loss rises at the end: where training stops then decides it.
+
+    Adds the difference of the lowest losses on the way, on the rows that are evaluated during training.
+    """
+    slopes = {one: run_value(tables, one, "loss_slope") for one in (arm, other)}
+    rising = [f"{one} by {interval(slope)}" for one, slope in slopes.items() if slope and slope.low > 0]
+    if claim.number is None or not rising:
+        return claim
+    why = f"at the end losses rise per 1,000 steps: {listed(rising)}"
+    lowest = paired(*(lowest_loss(tables, one) for one in (other, arm)))
+    why += f"; difference of the lowest losses: {interval(lowest)}" if lowest else ""
+    verdict = UNDECIDED if claim.verdict in (CONFIRMED, REFUTED) else claim.verdict
+    return replace(claim, verdict=verdict, why=why)
+
+
+def lowest_loss(tables: Tables, arm: str) -> pd.Series:
+    """Return the lowest validation loss during training, by seed."""
+    rows = tables.get("study_curves", pd.DataFrame(columns=["arm", "seed", "validation_loss"]))
+    lowest: pd.Series = rows[rows["arm"] == arm].groupby("seed")["validation_loss"].min()
+    return lowest.astype(float)
+
+
+def same_rate(results: Results, tables: Tables, arm: str, other: str) -> str:
+    """Return the difference to the baseline at the arm's own learning rate, where a control has it."""
+    rate = setting(tables, arm, "learning_rate")
+    if other != BASELINE or tables is not results.main or not rate:
+        return ""
+    if rate != setting(results.controls, AT_METHOD_RATE, "learning_rate"):
+        return ""
+    found = paired(
+        *(by_seed(*one, "validation_loss") for one in ((results.controls, AT_METHOD_RATE), (tables, arm)))
+    )
+    return f"{other} at that of {arm}: {interval(found)}, {counted(found.seeds, 'seed')}" if found else ""
 
 
 def no_better_than_unigram(tables: Tables, *arms: str) -> list[str]:
-    """Say which arms were trained and yet are no better than the unigram baseline: they enter no claim."""
-    done = trainings(tables)
-    done = set(done.loc[done["status"].isin(["done", SET_ASIDE]), "arm"]) - finished_arms(tables)
+    """Say of which arms no training is better than the unigram baseline: they enter no claim."""
+    runs = trainings(tables)
+    runs = runs[runs["status"].isin(["done", SET_ASIDE])]
+    if "unigram_loss" not in runs:
+        return []
+    above = runs.assign(above=runs["validation_loss"] >= runs["unigram_loss"]).groupby("arm")["above"]
     return [
-        f"{arm} in {study_name(tables)} is no better than the unigram baseline" for arm in arms if arm in done
+        f"{arm}: no better than the unigram baseline in {counted(int(above.size()[arm]), 'training')}"
+        for arm in arms
+        if above.all().get(arm, False)
     ]
 
 
@@ -238,6 +271,16 @@ def documents_text(tables: Tables) -> str:
     return f" for tokens of {counted(int(counts.min()), 'document')}" if len(counts) else ""
 
 
+def levels_text(tables: Tables) -> str:
+    """Return both routers' orthogonality and that of random outputs, in brackets, where they are known."""
+    both = {arm: layer_value(tables, arm, DISTINCTNESS) for arm in (METHOD, BASELINE)}
+    words = [f"{arm} {one.mean:.3f}" for arm, one in both.items() if one]
+    words += [
+        f"random outputs {one.chance:.3f}" for one in both.values() if one and one.chance == one.chance
+    ][:1]
+    return f" ({', '.join(words)})" if words else ""
+
+
 def require_documents(claim: Claim, tables: Tables) -> Claim:
     """Leave a claim undecided if the outputs of experts are for tokens of few documents."""
     counts = by_seed(tables, METHOD, "output_documents")
@@ -259,57 +302,90 @@ def require_measured_chance(claim: Claim, tables: Tables) -> Claim:
     return replace(claim, verdict=UNDECIDED, why=why)
 
 
-def add_repeated_difference(claim: Claim, results: Results) -> Claim:
-    """Add the same difference in the study of ablations, which trains both arms again."""
-    repeated = over_seeds(loss_gain(results.ablation, METHOD, BASELINE).dropna())
-    if claim.number is None or repeated is None or results.ablation is results.main:
-        return claim
-    text = f"trained again in {study_name(results.ablation)}: {interval(repeated)} (not corrected)"
-    return replace(claim, why="; ".join(part for part in (claim.why, text) if part))
-
-
 def require_growth(claim: Claim, tables: Tables) -> Claim:
-    """Leave H6 undecided where a model predicts worse than a smaller one: its learning rate does not fit."""
-    arm = worse_than_smaller(tables)
-    if claim.number is None or not arm:
+    """Leave H6 undecided where a model predicts worse than a smaller one: it was not trained well."""
+    arms = worse_than_smaller(tables)
+    if claim.number is None or not arms:
         return claim
     verdict = UNDECIDED if claim.verdict in (CONFIRMED, REFUTED) else claim.verdict
-    why = f"{arm} predicts worse than a smaller model: learning rates were tuned at one size"
-    return replace(claim, verdict=verdict, why=why)
+    parts = (claim.why, f"worse than a smaller model: {listed(arms)}")
+    return replace(claim, verdict=verdict, why="; ".join(part for part in parts if part))
 
 
-def add_checks(claim: Claim, results: Results, value: Callable[[Tables, str], pd.Series]) -> Claim:
-    """Add the same difference at one learning rate, by number of experts and by size; no test."""
-    if claim.number is None:
+def add_rates(claim: Claim, tables: Tables) -> Claim:
+    rates = rates_text(tables, METHOD, BASELINE)
+    if claim.number is None or not rates:
         return claim
-    parts = [claim.why] if claim.why else []
-    rates = {arm: setting(results.main, arm, "learning_rate") for arm in (METHOD, BASELINE)}
-    if len(set(rates.values())) > 1:
-        text = f"learning rates differ ({listed([f'{arm} {rate:g}' for arm, rate in rates.items()])})"
-        same = paired(value(results.controls, AT_BASELINE_RATE), value(results.controls, BASELINE))
-        text += (
-            f"; both at that of {BASELINE}: {interval(same)}, {counted(same.seeds, 'seed')}" if same else ""
-        )
-        parts.append(text)
-    misfit = (
-        " (learning rates of larger ones do not fit, see H6)" if worse_than_smaller(results.sizes) else ""
-    )
-    for tables, axis, title in (
-        (results.experts, "experts", "experts"),
-        (results.sizes, "size", f"size{misfit}"),
-    ):
-        found = {
-            place: paired(*(value(tables, arm_at(tables, arm, axis, place) or "") for arm in rates))
-            for place in axis_values(tables, axis)
-        }
-        known = [f"{place:g}" if isinstance(place, float) else str(place) for place in found]
-        values = [f"{name}: {one.mean:.3f}" for name, one in zip(known, found.values(), strict=True) if one]
-        parts += [f"by {title}: {', '.join(values)}"] if len(values) > 1 else []
-    return replace(claim, why="; ".join(parts).replace(" -", " −"))
+    return replace(claim, why="; ".join(part for part in (claim.why, rates) if part))
+
+
+def rates_text(tables: Tables, *arms: str) -> str:
+    """Return the learning rates where they differ, else nothing."""
+    rates = {arm: rate for arm in arms if (rate := setting(tables, arm, "learning_rate"))}
+    if len(set(rates.values())) < 2:
+        return ""
+    return f"learning rates: {listed([f'{arm} {rate:g}' for arm, rate in rates.items()])}"
+
+
+Check = tuple[str, list[Estimate | None]]
+
+
+def checks(results: Results) -> list[Check]:
+    """Return what the numbers of H1 to H3 are elsewhere: at one learning rate, by layer, experts and size."""
+    main, controls = results.main, results.controls
+
+    def row(title: str, tables: Tables, arm: str | None, others: Tables, other: str | None) -> Check:
+        pairs = [
+            (by_seed(others, other, "validation_loss"), by_seed(tables, arm, "validation_loss")),
+            (distinctness(tables, arm), distinctness(others, other)),
+            (measured_consistency(tables, arm), measured_consistency(others, other)),
+        ]
+        return title, [paired(*pair) for pair in pairs]
+
+    rows = [row(study_name(main), main, METHOD, main, BASELINE)] if main else []
+    if results.ablation and results.ablation is not main:
+        rows.append(row(study_name(results.ablation), results.ablation, METHOD, results.ablation, BASELINE))
+    rate = f"both at the learning rate of {BASELINE}"
+    rows.append(row(rate, controls, AT_BASELINE_RATE, controls, BASELINE))
+    rows.append(row(f"both at the learning rate of {METHOD}", main, METHOD, controls, AT_METHOD_RATE))
+    for layer in sorted(layer_values(main, METHOD, DISTINCTNESS)["layer"].unique()):
+        of_layer = (distinctness(main, arm, layer) for arm in (METHOD, BASELINE))
+        rows.append((f"layer {layer}", [None, paired(*of_layer), None]))
+    for tables, axis in ((results.experts, "experts"), (results.sizes, "size")):
+        for place in axis_values(tables, axis):
+            title = f"{place:g} experts" if axis == "experts" else f"size {place}"
+            arms = [arm_at(tables, router, axis, place) for router in (METHOD, BASELINE)]
+            worse = any(arm in worse_than_smaller(tables) for arm in arms) if axis == "size" else False
+            title += ", worse than a smaller model" if worse else ""
+            rows.append(row(title, tables, arms[0], tables, arms[1]))
+    return [(title, found) for title, found in rows if any(found)]
+
+
+def distinctness(tables: Tables, arm: str | None, layer: int | None = None) -> pd.Series:
+    """Return the orthogonality of outputs by seed, the mean over layers or that of one.
+
+    Nothing where few documents were read.
+    """
+    counts = by_seed(tables, arm, "output_documents")
+    rows = layer_values(tables, arm, DISTINCTNESS)
+    if layer is not None:
+        rows = rows[rows["layer"] == layer]
+    if rows.empty or (len(counts) and counts.min() < FEWEST):
+        return pd.Series(dtype=float)
+    values: pd.Series = rows.groupby("seed")["value"].mean()
+    return values.astype(float)
+
+
+def measured_consistency(tables: Tables, arm: str | None) -> pd.Series:
+    """Return the consistency corrected for chance, by seed; nothing where chance was estimated."""
+    if arm is None or by_seed(tables, arm, "consistency_estimated").any():
+        return pd.Series(dtype=float)
+    return consistency_beyond_chance(tables, arm)
 
 
 def interval(found: Estimate) -> str:
-    return f"{found.mean:.3f} ± {found.half:.3f}".replace("-", "−")
+    half = f" ± {found.half:.3f}" if math.isfinite(found.half) else ""
+    return f"{found.mean:.3f}{half}".replace("-", "−")
 
 
 def cost(results: Results) -> Claim:

@@ -17,7 +17,9 @@ RATE = "learning_rate"
 
 
 def settings(info: dict[str, Any]) -> pd.DataFrame:
-    """Return arm, name, value of steps, tokens per step, learning rate and options of the router."""
+    """Return arm, name, value: steps, tokens per step, learning rate, options of the router, and whether
+    padding is to be predicted.
+    """
     rows = []
     base = info.get("base", {})
     for arm in info.get("arms", []):
@@ -141,7 +143,9 @@ def other_lengths(results: Results) -> str:
     own = steps_of(results.main)
     parts = (results.ablation, results.experts, results.sizes, results.bases, results.sweep, results.effects)
     others = {
-        study_name(one): steps_of(one) for one in (*parts, results.tasks) if one and steps_of(one) != own
+        study_name(one): steps_of(one)
+        for one in (*parts, results.tasks, *results.others)
+        if one and steps_of(one) != own
     }
     words = [
         f"{name} {listed([f'{steps:,.0f}' for steps in found])}"

@@ -323,6 +323,11 @@ def build_arm(draft: Draft, base: LabConfig, where: str) -> Arm:
     return Arm(draft.name, draft.question or "main", draft.overrides, config, draft.axes)
 
 
+def told_apart(arm: Arm, other: Arm) -> bool:
+    """Whether two arms of equal settings differ on their axes: in what the study itself does with them."""
+    return set(arm.axes) == set(other.axes) and arm.axes != other.axes
+
+
 def distinct(arms: list[Arm], where: str) -> list[Arm]:
     """Return the arms without repetitions; raise for one name of two settings, and two names of one."""
     unique: dict[str, Arm] = {}
@@ -331,7 +336,9 @@ def distinct(arms: list[Arm], where: str) -> list[Arm]:
             if unique[arm.name].config != arm.config:
                 raise BadInput(f"{where}: two different arms are called {arm.name!r}; rename one")
             continue
-        same = [other for other in unique.values() if (other.config, other.axes) == (arm.config, arm.axes)]
+        same = [
+            other for other in unique.values() if other.config == arm.config and not told_apart(arm, other)
+        ]
         if same:
             raise BadInput(
                 f"{where}: arms {same[0].name!r} and {arm.name!r} are the same training; remove one"
