@@ -59,7 +59,7 @@ from moescope.verb import Payload, Tables
 
 STUDIES = Path(__file__).parent.parent / "studies"
 PAGES = ("findings.md", "results.md", "routers.md")
-ON_FINDINGS = ("answers", "hash", "some", "effects")  # sections of claims
+ON_FINDINGS = ("answers", "hash", "some", "effects", "conditions")  # sections of claims, and methods
 SHOWN = {METHOD: "SPECTRA", BASELINE: "Switch Top-2"}
 Panels = list[Panel]
 

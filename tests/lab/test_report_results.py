@@ -57,6 +57,11 @@ def tables(*runs: Run) -> dict[str, dict]:
     return {table["name"]: table for section in sections for table in section.tables}
 
 
+def studies_text(*runs: Run) -> str:
+    """Which studies there are, and how they were trained."""
+    return page(*(run.path for run in runs))[-1].text
+
+
 def text_of(name: str, *runs: Run) -> str:
     sections = page(*(run.path for run in runs))
     return next(one.text for one in sections if any(table["name"] == name for table in one.tables))
@@ -223,7 +228,7 @@ def test_studies_of_separate_runs_make_one_page(run: Run, tmp_path: Path):
     assert all("not run" not in row for row in found["results_stability"]["rows"])
     assert (
         "main (35 of 35 trainings: routers, pairs of arms); ablation (40 of 40 trainings: ablations)"
-        in text_of("results_hypotheses", main, ablation)
+        in studies_text(main, ablation)
     )
     verdicts = {row[0][:2]: row[1] for row in found["results_hypotheses"]["rows"]}
     assert list(verdicts) == [f"H{place}" for place in range(1, 8)]
@@ -248,7 +253,7 @@ def test_an_unfinished_study_has_no_stars_and_table_7_has_only_shared_seeds(tmp_
     assert rows["SPECTRA-Full vs. -All"][1].startswith(f"{gain:.4f} ± ".replace("-", "−"))
     assert found["results_hypotheses"]["rows"][4][1] == "unfinished: 6 of 8 seeds"
     assert all(row[4].endswith("of 12)") for row in found["results_variants"]["rows"])  # 6 seeds, 2 layers
-    assert f"{64 - 8} of 64 trainings" in text_of("results_hypotheses", ablation)
+    assert f"{64 - 8} of 64 trainings" in studies_text(ablation)
 
 
 def test_table_13_counts_failed_trainings_and_names_collapsed_layers(tmp_path: Path):
@@ -282,8 +287,8 @@ def test_a_baseline_of_equal_flops_is_named_with_its_parameters(tmp_path: Path):
 def test_a_study_of_another_kind_may_be_called_tuning(tmp_path: Path):
     named = {**main_arms()[0], "name": "top2 act=gelu"}
     run = study_run(tmp_path / "tuning", arms=[*main_arms(), named])
-    assert "has 300 steps of 2,048 tokens" in text_of("results_hypotheses", run)
-    assert "were tuned" not in text_of("results_hypotheses", run)
+    assert "has 300 steps of 2,048 tokens" in studies_text(run)
+    assert "were tuned" not in studies_text(run)
 
 
 def test_figure_3_begins_at_a_fifth_of_the_steps(run: Run):

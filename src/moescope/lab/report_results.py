@@ -106,6 +106,7 @@ def all_sections(results: Results) -> list[Section]:
         failures_section(results.main),
         effects_section(results),
         some_section(results),
+        section("conditions", "Studies", f"{sources(results)} {conditions(results)}".strip()),
     ]
 
 
@@ -140,11 +141,10 @@ def hypotheses_section(results: Results) -> Section:
     text = (
         f"Of seven published hypotheses here: {verdict_counts(found)}. Numbers are means over seeds with "
         "95 % intervals; no effect: 0. Above 0 favours the hypothesis; H4 rests on counts and is not tested. "
-        f"{family(results)} Tables of a single study correct within its question.{sources(results)} "
-        f"{conditions(results)}"
+        f"{family(results)} Tables of a single study correct within its question."
     )
     table = claims_table("results_hypotheses", "6.10 Hypotheses", "hypothesis", found)
-    return section("answers", "Hypotheses", text.strip(), table, *checks_tables(results))
+    return section("answers", "Hypotheses", text, table, *checks_tables(results))
 
 
 def checks_tables(results: Results) -> list[Payload]:
@@ -154,7 +154,11 @@ def checks_tables(results: Results) -> list[Payload]:
     heads += [("H2", "H2: orthogonality of outputs", "text"), ("H3", "H3: consistency", "text")]
     heads.append(("seeds", "seeds", "int"))
     rows = [
-        [title, *(cell(one, 4) if one else "none" for one in of_row), max(one.seeds for one in of_row if one)]
+        [
+            title,
+            *(cell(one, 4) if one else "not measured" for one in of_row),
+            max(one.seeds for one in of_row if one),
+        ]
         for title, of_row in found
     ]
     return [plain_table("results_checks", CHECKS, heads, rows)] if len(rows) > 1 else []
