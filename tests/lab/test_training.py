@@ -18,7 +18,7 @@ from moescope.decoder.routers import ROUTERS, Routed
 from moescope.decoder.saving import save_model
 from moescope.decoder.vocabulary import Bytes
 from moescope.errors import BadInput
-from moescope.lab.batches import TokenRows
+from moescope.lab.batches import Batch, TokenRows
 from moescope.lab.training import (
     Data,
     Diverged,
@@ -268,6 +268,16 @@ def test_the_evaluation_is_the_mean_over_validation_targets(tmp_path: Path):
         assert last["domains"][domain] == pytest.approx(losses[batch.domain_B == index].mean(), rel=1e-5)
 
 
+def losses_with_pads(model: LabModel, batch: Batch) -> np.ndarray:
+    """The loss of every position, padding a target too, from the logits."""
+    model.eval()
+    with torch.no_grad():
+        logits = model(torch.from_numpy(batch.ids_BL), mask_BL=torch.from_numpy(batch.mask_BL)).logits_BLV
+    log_p = torch.log_softmax(logits.double(), -1).numpy()
+    wanted = np.where(batch.mask_BL, batch.targets_BL, Bytes().pad)
+    return -np.take_along_axis(log_p, wanted[..., None], -1)[..., 0]
+
+
 def test_documents_in_rows_of_their_own_give_the_published_loss_beside_the_real_one(tmp_path: Path):
     texts = {
         "a": [f"{i} bottles" for i in range(30)],
@@ -279,14 +289,7 @@ def test_documents_in_rows_of_their_own_give_the_published_loss_beside_the_real_
     training = Training(config, LabModel(config.model), Data(rows, rows.sample(40)))
     run = trained(training, tmp_path)
     last, batch = training.evaluations[-1], training.data.validation.batch(np.arange(40))
-    training.model.eval()
-    with torch.no_grad():
-        logits = training.model(
-            torch.from_numpy(batch.ids_BL), mask_BL=torch.from_numpy(batch.mask_BL)
-        ).logits_BLV
-    log_p = torch.log_softmax(logits.double(), -1).numpy()
-    wanted = np.where(batch.mask_BL, batch.targets_BL, Bytes().pad)
-    losses = -np.take_along_axis(log_p, wanted[..., None], -1)[..., 0]
+    losses = losses_with_pads(training.model, batch)
     assert last["published"] == pytest.approx(losses.mean(), rel=1e-5)
     assert last["loss"] == pytest.approx(losses[batch.mask_BL].mean(), rel=1e-5)
     assert last["published"] != pytest.approx(last["loss"], rel=1e-3)
@@ -298,25 +301,19 @@ def test_documents_in_rows_of_their_own_give_the_published_loss_beside_the_real_
 
 def test_a_training_on_padded_rows_learns_the_pads_and_reports_the_real_loss_without_them(tmp_path: Path):
     texts = {"a": [f"{i} bottles" for i in range(40)]}
-    losses = {}
+    published = {}
     for layout in ("documents", "padded"):
         rows = TokenRows.of(texts, Bytes(), 32, layout)
         config = tiny_config(steps=30)
         torch.manual_seed(0)
         training = Training(config, LabModel(config.model), Data(rows, rows.sample(40)))
         trained(training, tmp_path / layout)
-        losses[layout] = training.evaluations[-1]
-        rest = TokenRows.of(texts, Bytes(), 32, "documents").batch(np.arange(40))
-        training.model.eval()
-        with torch.no_grad():
-            logits = training.model(
-                torch.from_numpy(rest.ids_BL), mask_BL=torch.from_numpy(rest.mask_BL)
-            ).logits_BLV
-        log_p = torch.log_softmax(logits.double(), -1).numpy()
-        wanted = np.where(rest.mask_BL, rest.targets_BL, Bytes().pad)
-        by_hand = -np.take_along_axis(log_p, wanted[..., None], -1)[..., 0][rest.mask_BL].mean()
-        assert losses[layout]["loss"] == pytest.approx(by_hand, rel=1e-4)
-    assert losses["padded"]["published"] < losses["documents"]["published"] / 2
+        last, batch = training.evaluations[-1], rows.batch(np.arange(40))
+        losses = losses_with_pads(training.model, batch)
+        assert last["loss"] == pytest.approx(losses[batch.mask_BL].mean(), rel=1e-4)
+        assert last["published"] == pytest.approx(losses.mean(), rel=1e-4)
+        published[layout] = last["published"]
+    assert published["padded"] < published["documents"] / 2
 
 
 def test_unequal_rows_count_by_their_targets_however_they_are_dealt_out(tmp_path: Path):
