@@ -93,6 +93,7 @@ def render(template: str, studies: list[Tables]) -> str:
     calls: dict[str, Callable[..., str]] = {
         "headline": lambda: headline(results),
         "claims": lambda kind: claims_table(CLAIMS[kind](results)),
+        "moving": lambda: moving_choices(results),
         "checks": lambda: "\n\n".join(
             f"**{one['title']}**\n\n{payload_table(one)}" for one in checks_tables(results)
         ),
@@ -155,6 +156,19 @@ def longer_words(results: Results, arm: str) -> str:
             size = estimate_text(replace(found, mean=abs(found.mean)), 3, chance=False)
             words.append(f"{how} by {size} in `{one.name}` ({one.verdict})")
     return f" After four times the steps, on repeated text: {', '.join(words)}." if words else ""
+
+
+def moving_choices(results: Results) -> str:
+    """Return how many of its choices the baseline keeps between checkpoints, also in longer trainings."""
+    words = []
+    for tables in results.others:
+        kept = [numbers.run_value(tables, arm, "consistency") for arm in (BASELINE, f"{BASELINE}{LONGER}")]
+        shares = [f"{100 * one.mean:.0f} %" for one in kept if one]
+        if len(shares) == len(kept):
+            words.append(
+                f"{shares[0]}, after four times the steps {shares[1]} (`{numbers.study_name(tables)}`)"
+            )
+    return "; ".join(words) or NOT_RUN
 
 
 def tested_words(found: Estimate | None) -> str:

@@ -255,6 +255,18 @@ def test_the_first_lines_say_what_longer_trainings_change(findings: ModuleType):
     assert f"worse by {-difference.mean():.3f} ± {half:.3f} in `main` (refuted)" in text
 
 
+def test_the_choices_that_a_longer_training_keeps_stand_beside_those_of_a_short_one(findings: ModuleType):
+    rows = [
+        {"arm": arm, "seed": seed, "metric": metric, "value": value + 0.1 * seed}
+        for arm, kept in (("top2", 0.6), ("top2 x4", 0.7), ("hash x4", 1.0))
+        for seed in range(2)
+        for metric, value in (("validation_loss", 2.0), ("consistency", kept))
+    ]
+    long = pd.DataFrame(rows).assign(study="mine", question="main", status="done", layer=None, domain="")
+    results = findings.Results.of([findings.numbers.from_long(long.assign(chance=np.nan))])
+    assert findings.moving_choices(results) == "65 %, after four times the steps 75 % (`mine`)"
+
+
 def first_lines(findings: ModuleType, losses: dict[str, list[float]]) -> str:
     runs = [
         {"study": "main", "arm": arm, "seed": seed, "status": "done", "layer": None}
