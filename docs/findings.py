@@ -546,7 +546,7 @@ def experts_panels(results: Results) -> Panels:
 
 
 def sizes_panels(results: Results) -> Panels:
-    """The loss of each router by active parameters, of several arms of a size the best."""
+    """The loss of each router by active parameters, of several arms of a size the one that counts."""
     tables, lines = results.sizes, {}
     labels: dict[float, str] = {}
     for router, title in {**SHOWN, DENSE_ACTIVE: "dense"}.items():

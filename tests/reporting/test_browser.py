@@ -143,6 +143,9 @@ def test_a_click_on_the_map_opens_the_expert_with_the_tables_numbers(opened, pla
     assert float(shown.replace("−", "-")) == pytest.approx(row["delta_vs_shuffle"], rel=5e-3)
     pairs = planted_run.table("similarity").query("layer == 3 and k == 1")
     near = pairs[(pairs["expert_a"] == 5) | (pairs["expert_b"] == 5)]["cosine"].abs().max()
+    # without a chance level, the middle of the scale is the reference
+    expect(drawer.locator("tr[data-measure=margin] .soft")).to_contain_text("reference 0")
+    expect(drawer.locator("tr[data-measure=alignment] .soft")).to_contain_text("chance 0")
     shown = drawer.locator("tr[data-measure=redundancy] b").text_content()
     assert float(shown) == pytest.approx(near, rel=5e-3)
     drawer.locator("a[aria-label=Close]").click()

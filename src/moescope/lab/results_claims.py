@@ -67,49 +67,51 @@ class Claim:
     verdict: str = NOT_TESTABLE
     counts: str = ""  # in place of a number over seeds: what was counted
 
+    def with_reasons(self, *reasons: str) -> Claim:
+        return replace(self, why="; ".join(part for part in (self.why, *reasons) if part))
+
+    def undecided(self) -> Claim:
+        """The claim without its verdict, if it was confirmed or refuted."""
+        return replace(self, verdict=UNDECIDED) if self.verdict in (CONFIRMED, REFUTED) else self
+
 
 def hypotheses(results: Results) -> list[Claim]:
     """Return H1 to H7."""
     found, both = results.tests, missing(METHOD, BASELINE)
     main = results.main
-    return [
-        add_rates(
+    compared = [
+        judge(
+            "H1",
+            "SPECTRA predicts better than Switch routing",
+            "loss of Switch Top-2 minus SPECTRA (nats per token)",
+            found["main", BASELINE],
+            both,
+        ),
+        require_documents(
             judge(
-                "H1",
-                "SPECTRA predicts better than Switch routing",
-                "loss of Switch Top-2 minus SPECTRA (nats per token)",
-                found["main", BASELINE],
+                "H2",
+                "Experts of SPECTRA are more distinct",
+                f"orthogonality of expert outputs{documents_text(main)}, SPECTRA minus Switch Top-2"
+                + levels_text(main),
+                found["H2",],
                 both,
             ),
             main,
         ),
-        add_rates(
-            require_documents(
-                judge(
-                    "H2",
-                    "Experts of SPECTRA are more distinct",
-                    f"orthogonality of expert outputs{documents_text(main)}, SPECTRA minus Switch Top-2"
-                    + levels_text(main),
-                    found["H2",],
-                    both,
-                ),
-                main,
+        require_measured_chance(
+            judge(
+                "H3",
+                "SPECTRA routes more consistently",
+                "routing consistency of checkpoints, corrected for chance, SPECTRA minus Switch Top-2",
+                found["H3",],
+                both + ", with several checkpoints",
             ),
             main,
         ),
-        add_rates(
-            require_measured_chance(
-                judge(
-                    "H3",
-                    "SPECTRA routes more consistently",
-                    "routing consistency of checkpoints, corrected for chance, SPECTRA minus Switch Top-2",
-                    found["H3",],
-                    both + ", with several checkpoints",
-                ),
-                main,
-            ),
-            main,
-        ),
+    ]
+    rates = rates_text(main, METHOD, BASELINE)
+    return [
+        *(one.with_reasons(rates) if one.number else one for one in compared),
         cost(results),
         components(found),
         require_growth(
@@ -150,8 +152,8 @@ def arm_claims(results: Results, subject: str) -> list[Claim]:
             one = require_falling(
                 judge(name, claim, measure, found[name, arm, other], ""), tables, arm, other
             )
-            parts = [one.why, rates_text(tables, arm, other), same_rate(results, tables, arm, other)]
-            claims.append(replace(one, why="; ".join(part for part in parts if part)))
+            rates = rates_text(tables, arm, other), same_rate(results, tables, arm, other)
+            claims.append(one.with_reasons(*rates))
         if not compared:
             failed = [
                 part for tables in results.others for part in no_better_than_unigram(tables, arm, other)
@@ -170,11 +172,11 @@ def require_falling(claim: Claim, tables: Tables, arm: str, other: str) -> Claim
     rising = [f"{one} by {interval(slope)}" for one, slope in slopes.items() if slope and slope.low > 0]
     if claim.number is None or not rising:
         return claim
-    why = f"at the end losses rise per 1,000 steps: {listed(rising)}"
     lowest = paired(*(lowest_loss(tables, one) for one in (other, arm)))
-    why += f"; difference of the lowest losses: {interval(lowest)}" if lowest else ""
-    verdict = UNDECIDED if claim.verdict in (CONFIRMED, REFUTED) else claim.verdict
-    return replace(claim, verdict=verdict, why=why)
+    return claim.undecided().with_reasons(
+        f"at the end losses rise per 1,000 steps: {listed(rising)}",
+        f"difference of the lowest losses: {interval(lowest)}" if lowest else "",
+    )
 
 
 def lowest_loss(tables: Tables, arm: str) -> pd.Series:
@@ -266,9 +268,15 @@ def missing(*arms: str) -> str:
 
 
 def documents_text(tables: Tables) -> str:
-    """Return " for tokens of N documents", where N is stored, else nothing."""
-    counts = by_seed(tables, METHOD, "output_documents")
-    return f" for tokens of {counted(int(counts.min()), 'document')}" if len(counts) else ""
+    """Return " for tokens of N documents", where N is stored, else nothing; of the arm that has fewer."""
+    fewest = fewest_documents(tables)
+    return f" for tokens of {counted(int(fewest), 'document')}" if fewest < math.inf else ""
+
+
+def fewest_documents(tables: Tables) -> float:
+    """Return how many documents outputs are compared on, of both routers the fewer; inf if not stored."""
+    counts = pd.concat([by_seed(tables, arm, "output_documents") for arm in (METHOD, BASELINE)])
+    return float(counts.min()) if len(counts) else math.inf
 
 
 def levels_text(tables: Tables) -> str:
@@ -283,16 +291,15 @@ def levels_text(tables: Tables) -> str:
 
 def require_documents(claim: Claim, tables: Tables) -> Claim:
     """Leave a claim undecided if the outputs of experts are for tokens of few documents."""
-    counts = by_seed(tables, METHOD, "output_documents")
-    if claim.verdict not in (CONFIRMED, REFUTED) or not len(counts) or counts.min() >= FEWEST:
+    if claim.verdict not in (CONFIRMED, REFUTED) or fewest_documents(tables) >= FEWEST:
         return claim
     return replace(claim, verdict=UNDECIDED, why=f"significant, but {documents_text(tables).strip()} only")
 
 
 def require_measured_chance(claim: Claim, tables: Tables) -> Claim:
     """Leave H3 undecided where the chance level was not measured, and give the difference without it."""
-    estimated = by_seed(tables, METHOD, "consistency_estimated")
-    if claim.number is None or not estimated.any():
+    estimated = [by_seed(tables, arm, "consistency_estimated").any() for arm in (METHOD, BASELINE)]
+    if claim.number is None or not any(estimated):
         return claim
     raw = over_seeds(
         (by_seed(tables, METHOD, "consistency") - by_seed(tables, BASELINE, "consistency")).dropna()
@@ -307,16 +314,7 @@ def require_growth(claim: Claim, tables: Tables) -> Claim:
     arms = worse_than_smaller(tables)
     if claim.number is None or not arms:
         return claim
-    verdict = UNDECIDED if claim.verdict in (CONFIRMED, REFUTED) else claim.verdict
-    parts = (claim.why, f"worse than a smaller model: {listed(arms)}")
-    return replace(claim, verdict=verdict, why="; ".join(part for part in parts if part))
-
-
-def add_rates(claim: Claim, tables: Tables) -> Claim:
-    rates = rates_text(tables, METHOD, BASELINE)
-    if claim.number is None or not rates:
-        return claim
-    return replace(claim, why="; ".join(part for part in (claim.why, rates) if part))
+    return claim.undecided().with_reasons(f"worse than a smaller model: {listed(arms)}")
 
 
 def rates_text(tables: Tables, *arms: str) -> str:

@@ -67,7 +67,9 @@ M.experts = (() => {
       const rank = values.filter((cell) => cell > value).length + 1;
       const chance = measure.chance?.[row][expert];
       const interval = measure.low?.[row][expert] !== undefined && measure.low?.[row][expert] !== null ? ` [${M.number(measure.low[row][expert])}, ${M.number(measure.high[row][expert])}]` : "";
-      const notes = [chance === undefined || chance === null ? "" : `chance ${M.number(chance)}`, measure.name === "rank" ? `of ${values.length}` : `rank ${rank} of ${values.length}`, measure.low?.[row][expert] === null ? "no interval" : "", measure.mark?.[row][expert] ? "dropped" : ""].filter(Boolean);
+      const level = chance ?? null;
+      const reference = level === null && (measure.middle ?? null) !== null ? `reference ${M.number(measure.middle)}` : "";
+      const notes = [level === null ? reference : `chance ${M.number(level)}`, measure.name === "rank" ? `of ${values.length}` : `rank ${rank} of ${values.length}`, measure.low?.[row][expert] === null ? "no interval" : "", measure.mark?.[row][expert] ? "dropped" : ""].filter(Boolean);
       const line = make("tr", { "data-measure": measure.name }, make("th", { scope: "row" }, measure.title),
         make("td", {}, make("b", {}, M.number(value)), `${interval} ${measure.unit}`, make("div", { class: "soft" }, notes.join(" · "))));
       groups.set(measure.verb, [...(groups.get(measure.verb) ?? []), line]);
