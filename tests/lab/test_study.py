@@ -5,6 +5,7 @@ Many real trainings, one of them hopeless, killed and taken up, in this process,
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import shutil
@@ -22,6 +23,7 @@ import torch
 from safetensors.torch import save_file
 
 from lab.tiny_study import SEEDS, write_study
+from moescope.decoder.model import LabModel
 from moescope.decoder.saving import load_model
 from moescope.decoder.vocabulary import make_vocabulary
 from moescope.errors import BadInput
@@ -30,7 +32,7 @@ from moescope.lab.corpus import corpus_of_sides, read_corpus, training_vocabular
 from moescope.lab.evaluation import mean_loss
 from moescope.lab.study import plan_lines, plan_study, study, timed_models
 from moescope.lab.study_config import read_study, study_from
-from moescope.lab.study_task import load_text, prune, save_text
+from moescope.lab.study_task import load_text, prune, run_task, save_text
 from moescope.lab.train import initial_model, make_data, train
 from moescope.reporting.verb import report
 from moescope.run import Run
@@ -585,3 +587,23 @@ def test_the_text_is_read_once_and_kept_with_the_study(whole: Run, config: Path)
     rows = make_data(settled.base, corpus, training_vocabulary(settled.base, corpus)).train
     batches = [rows.of_step(step, 4, 3).ids_BL for step in range(2)]
     assert not np.array_equal(*batches)
+
+
+def test_a_measured_training_leaves_no_model_in_memory(config: Path, tmp_path: Path, monkeypatch) -> None:
+    """Python does not collect garbage because a GPU is full: the next training would run out of memory."""
+    left: list[int] = []
+
+    def counted(*given: Any) -> Any:
+        result = run_task(*given)
+        left.append(sum(type(thing) is LabModel for thing in gc.get_objects()) - before)
+        return result
+
+    monkeypatch.setattr("moescope.lab.study.run_task", counted)
+    gc.collect()
+    before = sum(type(thing) is LabModel for thing in gc.get_objects())
+    gc.disable()
+    try:
+        study(config, out=tmp_path / "study", device="cpu", quiet=True)
+    finally:
+        gc.enable()
+    assert left == [0] * 6  # also after the two that diverge

@@ -91,6 +91,27 @@ class Mix(torch.autograd.Function):
         return gradient_SD.mul_(gates_TK.flatten()[order_S, None]), gates_gradient_TK, None
 
 
+class RowsOfExperts(torch.autograd.Function):
+    """bias_EF -> bias_SF, the row of each slot's expert; rows of empty slots add nothing to a gradient.
+
+    Backward is one product: an index's own gradient adds an expert's rows one after another on a GPU.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, bias_EF: Tensor, expert_S: Tensor) -> Tensor:
+        ctx.save_for_backward(expert_S)
+        ctx.n_experts = len(bias_EF)
+        return bias_EF[expert_S.clamp(max=len(bias_EF) - 1)]
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        (expert_S,) = ctx.saved_tensors
+        # what unwritten rows hold may be NaN, and 0 NaN is not 0
+        gradient_SF = torch.where((expert_S < ctx.n_experts)[:, None], gradients[0], 0)
+        numbers_E1 = torch.arange(ctx.n_experts, device=expert_S.device)[:, None]
+        return (expert_S == numbers_E1).to(gradient_SF.dtype) @ gradient_SF, None
+
+
 def grouped_product(x_SI: Tensor, weight_EOI: Tensor, ends_E: Tensor) -> Tensor:
     """Return row s times its expert's transposed weight; rows past the last expert's stay unwritten."""
     if len(weight_EOI) == 1:  # nothing to group
@@ -210,12 +231,12 @@ class GELUExperts(Experts):
 
     def project(self, x_SD: Tensor, expert_S: Tensor, ends_E: Tensor) -> Tensor:
         dtype = x_SD.dtype
-        # Rows of no expert get a bias of their own, so that their content cannot reach an expert's gradient.
-        up_bias, down_bias = (
-            functional.pad(bias.to(dtype), (0, 0, 0, 1)) for bias in (self.up_bias, self.down_bias)
+        up_SF, down_SD = (
+            RowsOfExperts.apply(bias.to(dtype), expert_S)  # type: ignore[no-untyped-call]
+            for bias in (self.up_bias, self.down_bias)
         )
-        hidden_SF = functional.gelu(self.product(x_SD, self.up.to(dtype), ends_E) + up_bias[expert_S])
-        return self.product(hidden_SF, self.down.to(dtype), ends_E) + down_bias[expert_S]
+        hidden_SF = functional.gelu(self.product(x_SD, self.up.to(dtype), ends_E) + up_SF)
+        return self.product(hidden_SF, self.down.to(dtype), ends_E) + down_SD
 
 
 def fill_experts(up_EFD: Tensor, down_EDF: Tensor, init: str, match_scale: bool) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import math
 import shlex
@@ -71,7 +72,28 @@ class TaskResult:
 
 
 def run_task(device: str, task: TrainingTask, tick: Callable[[], None]) -> TaskResult:
-    """Train to the end, from the last checkpoint if there is one, and measure.
+    """Train to the end, from the last checkpoint if there is one, and measure; then free the memory."""
+    try:
+        return train_and_measure(device, task, tick)
+    finally:
+        free_memory()
+
+
+def free_memory() -> None:
+    """Free models that nothing uses any more, and what torch keeps of a GPU that other processes may share.
+
+    A model, its optimizer and its monitor refer to each other, so they stay until Python collects garbage,
+    which it does not do because a GPU is full.
+    """
+    import torch
+
+    gc.collect()
+    if torch.cuda.is_initialized():
+        torch.cuda.empty_cache()
+
+
+def train_and_measure(device: str, task: TrainingTask, tick: Callable[[], None]) -> TaskResult:
+    """Return the task's rows.
 
     A training that diverges or runs out of memory has failed. Every other error is raised: it would also stop
     the next training.
@@ -105,6 +127,7 @@ def run_task(device: str, task: TrainingTask, tick: Callable[[], None]) -> TaskR
         with unsaid_alerts(), lock_training(task.folder):
             run = run or run_training(job)
         assert run is not None
+        free_memory()  # the model is loaded from its checkpoint
         values, tables = measure(run, task, text, device)
     except (Diverged, torch.OutOfMemoryError) as error:
         row |= {"status": FAILED, "message": str(error).splitlines()[0]}
