@@ -676,7 +676,7 @@ CHARTS: dict[str, tuple[Callable[[Results], Panels], str]] = {
     "overhead": (overhead_panels, "Median time of a forward pass in training mode."),
     "bases": (bases_panels, f"{MEANS}, paired by seed; left of the line is better than {BASELINE}."),
     "experts": (experts_panels, f"{MEANS}; grey: chance, or balanced load."),
-    "sizes": (sizes_panels, f"{MEANS}; learning rates were tuned at size S."),
+    "sizes": (sizes_panels, f"{MEANS}; the learning rates tuned at S, divided by the width."),
     "sweep": (sweep_panels, f"{MEANS}; the line is the target, grey is balanced random routing."),
     "stability": (stability_panels, f"{MEANS}; lines: ideal."),
     "figure-arms-validation-loss-by-step": (

@@ -31,6 +31,7 @@ from continuations import write_tasks
 from moescope.lab.corpus import held_out
 from moescope.lab.study import TASK_TABLES, VERB, current_tables
 from moescope.lab.study_config import Study, read_study
+from moescope.lab.study_task import NOT_RUN
 from moescope.lab.tables import TABLES
 from moescope.run import RunWriter, jsonable, package_commit, read_run_json, write_json, write_table
 from moescope.storage import without_absolute_paths
@@ -90,8 +91,7 @@ def finished(run: Path) -> set[tuple[str, int]]:
     if not file.exists():
         return set()
     runs = read_parquet(str(file), TABLES["study_runs"])
-    short = runs["message"].fillna("").str.contains("out of memory")  # another shard may have room
-    runs = runs[(runs["status"] != "not run") & ~short]
+    runs = runs[runs["status"] != NOT_RUN]
     return set(zip(runs["arm"], runs["seed"], strict=True))
 
 
@@ -111,8 +111,18 @@ def pack(folder: Path, target: Path, shared: bool) -> None:
         file = folder / f"{table}.parquet"
         if file.exists() and read_metadata(file).num_rows and not (shared and table == "overhead"):
             shutil.copy(file, run)
+    repeat_without_memory(run / "study_runs.parquet")
     write_json(run / "run.json", {**without_absolute_paths(info), "anonymous": True})
     write_results(results(target.name, run), target / "results.parquet")
+
+
+def repeat_without_memory(file: Path) -> None:
+    """Mark trainings that ran out of memory as not run: another shard may have room."""
+    runs = read_parquet(str(file), TABLES["study_runs"])
+    short = runs["message"].fillna("").str.contains("out of memory")
+    if short.any():
+        runs["status"] = runs["status"].mask(short, NOT_RUN)
+        write_table(TABLES["study_runs"], runs.assign(message=runs["message"].mask(short)), file)
 
 
 def write_results(frame: pd.DataFrame, file: Path) -> None:

@@ -361,13 +361,14 @@ def test_every_arm_of_a_size_has_a_row_and_worse_ones_are_named():
     losses = {"top2 S": five["spectra"], "top2 L": five["dense"], "spectra S": five["top2"]}
     places = [(arm, "size", None, arm[-1]) for arm in losses]
     axes = pd.DataFrame(places, columns=["arm", "axis", "value", "label"])
-    tables = made_up(losses, study_axes=axes).sizes
+    found = made_up(losses, study_axes=axes)
+    tables = found.sizes
     active = tables["study_runs"]["arm"].str[-1].map({"S": 1e6, "L": 2.5e6})
     tables["study_runs"]["parameters_active"] = active
-    section = sizes_section(tables)
+    section = sizes_section(found)
     rows = {row[0]: row for row in section.tables[0]["rows"]}
     assert rows["top2 L"][1] == "2.5"
     assert rows["top2 L"][3].startswith(f"{np.mean(five['dense']):.4f} ± ")
     assert section.text.endswith("top2 L.")
     tables["study_runs"].loc[tables["study_runs"]["arm"] == "top2 L", "validation_loss"] = 1.0
-    assert "top2 L" not in sizes_section(tables).text
+    assert "top2 L" not in sizes_section(found).text

@@ -484,3 +484,36 @@ def test_a_training_that_does_not_beat_the_unigram_baseline_does_not_count():
     tables["study_runs"]["unigram_loss"] = 2.60  # below it: all but one seed of top2
     assert len(results.by_seed(tables, "dense", "validation_loss")) == 0
     assert len(results.by_seed(tables, "top2", "validation_loss")) == 4
+
+
+def wide(spectra: float, parameters: float = 4000) -> dict[str, pd.DataFrame]:
+    """A study of one wide model: SPECTRA beside top-k with a loss of 2.7."""
+    tables = study({"topk": list(2.7 + NOISE), "spectra": list(spectra - NOISE)})
+    tables["study_runs"]["parameters_active"] = parameters
+    settings = [(arm, "d_model", 512.0) for arm in ("topk", "spectra")]
+    return {**tables, "study_settings": pd.DataFrame(settings, columns=["arm", "name", "value"])}
+
+
+def test_a_claim_with_the_other_sign_in_another_study_is_undecided_and_says_where():
+    main = study(losses_of_five_seeds())
+    assert hypotheses(Results.of([main, wide(2.6)]))[0].verdict == "confirmed"
+    found = hypotheses(Results.of([main, wide(2.8)]))[0]
+    assert found.verdict == "undecided"
+    assert "elsewhere: width 512 with 8 experts against topk" in found.why
+    close = hypotheses(Results.of([main, wide(2.701)]))[0]  # −0.001 is within its interval
+    assert (close.verdict, close.why) == ("confirmed", "")
+
+
+def test_a_wide_model_that_is_worse_than_a_smaller_one_is_marked():
+    fit = {**UNFIT, "spectra L": 2.75 + NOISE}
+    for loss, parameters, worse in (
+        (2.8, 4000, ["spectra"]),  # 2.75 at 2,000 parameters
+        (2.74, 4000, []),
+        (2.8, 2000, []),  # as large as L, and better than S
+    ):
+        sizes = {**sized(fit).sizes, "study_name": pd.DataFrame({"name": ["sizes"]})}
+        found = Results.of([study(losses_of_five_seeds()), sizes, wide(loss, parameters)])
+        assert results.wide_and_worse(found) == worse
+        titles = [title for title, _ in checks(found) if title.startswith("width")]
+        ending = " (worse than a smaller model)" if worse else ""
+        assert titles == [f"width 512 with 8 experts against topk{ending}"]

@@ -607,3 +607,20 @@ def test_a_measured_training_leaves_no_model_in_memory(config: Path, tmp_path: P
     finally:
         gc.enable()
     assert left == [0] * 6  # also after the two that diverge
+
+
+def test_a_training_without_memory_fails_in_one_short_line(config: Path, tmp_path: Path, monkeypatch) -> None:
+    said = (
+        "CUDA out of memory. Tried to allocate 80.00 MiB. GPU 0 has a total capacity of 139.80 GiB of which "
+        "54.56 MiB is free. Process 512 has 66.00 MiB memory in use. Of the allocated memory 10.30 GiB is "
+        "allocated by PyTorch. If reserved but unallocated memory is large try setting something."
+    )
+
+    def full(*_: Any) -> None:
+        raise torch.OutOfMemoryError(said)
+
+    monkeypatch.setattr("moescope.lab.study_task.run_training", full)
+    run = study(config, out=tmp_path / "study", device="cpu", quiet=True)
+    assert set(run.table("study_runs")["status"]) == {"failed"}
+    (message,) = set(run.table("study_runs")["message"])
+    assert message == said.partition(". Process")[0] + "; lower --jobs or [train] batch_size"

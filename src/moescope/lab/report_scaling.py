@@ -8,9 +8,8 @@ from typing import Any
 from moescope.lab import results as numbers
 from moescope.lab.figures_study import TARGET_CV
 from moescope.lab.report_cells import Heads, absent, arm_cell, cell, minus, section
-from moescope.lab.results import BASELINE, METHOD, NOT_RUN
-from moescope.lab.results_conditions import setting
-from moescope.plotting.style import listed
+from moescope.lab.results import BASELINE, METHOD, NOT_RUN, Results
+from moescope.lab.results_conditions import setting, wide_title
 from moescope.reporting.pack import plain_table
 from moescope.verb import Section, Tables
 
@@ -49,7 +48,7 @@ def experts_section(tables: Tables) -> Section:
     return section("experts", "Number of experts", text.strip(), table)
 
 
-def sizes_section(tables: Tables) -> Section:
+def sizes_section(results: Results) -> Section:
     heads: Heads = [
         ("arm", "model", "text"),
         ("study_runs.parameters_active", "active parameters (millions)", "text"),
@@ -57,27 +56,33 @@ def sizes_section(tables: Tables) -> Section:
         ("study_runs.validation_loss", "loss ± 95 %", "text"),
         ("study_runs.loss_slope", "final slope, per 1,000 steps", "text"),
     ]
-    rows = []
-    for arm in numbers.on_axis(tables, "size")["arm"]:
-        active = numbers.by_seed(tables, arm, "parameters_active")
-        rate = setting(tables, arm, "learning_rate")
-        rows.append(
-            [
-                arm,
-                f"{active.mean() / 1e6:.1f}" if len(active) else "",
-                f"{rate:g}" if rate else "",
-                arm_cell(tables, arm, numbers.run_value(tables, arm, "validation_loss"), 4),
-                arm_cell(tables, arm, numbers.run_value(tables, arm, "loss_slope"), 2),
-            ]
-        )
+    sizes, wide = results.sizes, results.wide
+    rows = [size_row(sizes, arm, arm) for arm in numbers.on_axis(sizes, "size")["arm"]]
+    rows += [
+        size_row(wide, arm, f"{arm}, {wide_title(wide, arm)}")
+        for arm in (numbers.WIDE_BASELINE, METHOD)
+        if wide
+    ]
     text = "Of several arms of a router and size, that of the lowest learning rate counts; no test. "
-    worse = numbers.worse_than_smaller(tables) if rows else []
+    worse = numbers.worse_than_smaller(sizes) if sizes else []
+    worse += [f"{arm}, {wide_title(wide, arm)}" for arm in numbers.wide_and_worse(results)]
     if worse:
-        text += f"Worse than a smaller model: {listed(worse)}. "
+        text += f"Worse than a smaller model: {'; '.join(worse)}. "
     if not rows:
         text, rows = "Not run: no study on this page varies the size.", [[NOT_RUN] * len(heads)]
     table = plain_table("results_sizes", "Sizes", heads, rows)
     return section("sizes", "Sizes", text.strip(), table)
+
+
+def size_row(tables: Tables, arm: str, title: str) -> list[str]:
+    active, rate = numbers.by_seed(tables, arm, "parameters_active"), setting(tables, arm, "learning_rate")
+    return [
+        title,
+        f"{active.mean() / 1e6:.1f}" if len(active) else "",
+        f"{rate:g}" if rate else "",
+        arm_cell(tables, arm, numbers.run_value(tables, arm, "validation_loss"), 4),
+        arm_cell(tables, arm, numbers.run_value(tables, arm, "loss_slope"), 2),
+    ]
 
 
 def sweep_section(tables: Tables) -> Section:

@@ -21,6 +21,7 @@ from moescope.statistics import split_half_ceiling
 from moescope.verb import Tables
 
 METHOD, BASELINE = "spectra", "top2"  # arms
+WIDE_BASELINE = "topk"  # of the study of one wide model
 DENSE_ACTIVE, DENSE_TOTAL = "dense", "dense_total"
 FIXED_CHOICES = "hash"  # choices that do not depend on the context
 ROUTERS = [  # row of the published tables, arm
@@ -161,6 +162,7 @@ class Results:
     tuning: tuple[Tables, ...] = ()
     tasks: Tables = field(default_factory=dict)
     controls: Tables = field(default_factory=dict)  # routers at one learning rate
+    wide: Tables = field(default_factory=dict)  # one model, wider than those of `sizes`
 
     @classmethod
     def of(cls, studies: Sequence[Tables]) -> Results:
@@ -182,6 +184,12 @@ class Results:
             tuple(one for one in studies if study_name(one).startswith(TUNING)),
             most(studies, lambda tables: len(tables.get("study_tasks", ()))),
             most(studies, lambda tables: int(AT_BASELINE_RATE in finished_arms(tables))),
+            most(
+                [one for one in studies if one is not main],
+                lambda tables: int(
+                    {METHOD, WIDE_BASELINE} <= finished_arms(tables) and BASELINE not in finished_arms(tables)
+                ),
+            ),
         )
 
     @cached_property
@@ -308,10 +316,16 @@ def axis_values(tables: Tables, axis: str) -> list[Any]:
 
 
 def on_axis(tables: Tables, axis: str) -> pd.DataFrame:
+    """Return the rows of study_axes of the axis whose name ends so, small models first."""
     rows = tables.get("study_axes")
     if rows is None:
         return pd.DataFrame(columns=["arm", "axis", "value", "label"])
-    return rows[rows["axis"].str.split(".").str[-1] == axis]
+    rows = rows[rows["axis"].str.split(".").str[-1] == axis]
+    runs = trainings(tables)
+    if "parameters_active" not in runs:
+        return rows
+    active = runs.groupby("arm")["parameters_active"].mean()
+    return rows.sort_values("arm", key=lambda arms: arms.map(active), kind="stable", na_position="last")
 
 
 def arm_at(tables: Tables, router: str, axis: str, place: Any) -> str | None:
@@ -635,6 +649,22 @@ def worse_than_smaller(tables: Tables) -> list[str]:
         arms = arms_by_size(tables, router)
         losses = [by_seed(tables, arm, "validation_loss").mean() for arm in arms]
         found += [arm for at, arm in enumerate(arms) if at and losses[at] > min(losses[:at])]
+    return found
+
+
+def wide_and_worse(results: Results) -> list[str]:
+    """Return the arms of the wide study that predict worse than a smaller model of the same kind."""
+    found = []
+    for arm, router in ((METHOD, METHOD), (WIDE_BASELINE, BASELINE)):
+        loss, active = (
+            by_seed(results.wide, arm, column).mean() for column in ("validation_loss", "parameters_active")
+        )
+        smaller = [
+            by_seed(results.sizes, one, "validation_loss").mean()
+            for one in arms_by_size(results.sizes, router)
+            if by_seed(results.sizes, one, "parameters_active").mean() < active
+        ]
+        found += [arm] if smaller and loss > min(smaller) else []
     return found
 
 

@@ -26,6 +26,7 @@ from moescope.lab.results import (
     UNDECIDED,
     VARIANTS,
     VERDICTS,
+    WIDE_BASELINE,
     Estimate,
     Results,
     Tests,
@@ -44,14 +45,16 @@ from moescope.lab.results import (
     study_name,
     tested_predictors,
     trainings,
+    wide_and_worse,
     worse_than_smaller,
 )
-from moescope.lab.results_conditions import setting
+from moescope.lab.results_conditions import setting, wide_title
 from moescope.lab.study_statistics import MIN_SEEDS
 from moescope.plotting.style import counted, listed
 from moescope.verb import Tables
 
 DISTINCTNESS = "output_orthogonality"  # metric of study_layers
+WORSE = " (worse than a smaller model)"
 FEWEST = 20  # documents for a claim about the outputs of experts
 
 
@@ -109,9 +112,12 @@ def hypotheses(results: Results) -> list[Claim]:
             main,
         ),
     ]
-    rates = rates_text(main, METHOD, BASELINE)
+    rates, others = rates_text(main, METHOD, BASELINE), elsewhere(results)
     return [
-        *(one.with_reasons(rates) if one.number else one for one in compared),
+        *(
+            require_no_reversal(one, others, at).with_reasons(rates) if one.number else one
+            for at, one in enumerate(compared)
+        ),
         cost(results),
         components(found),
         require_growth(
@@ -325,38 +331,59 @@ def rates_text(tables: Tables, *arms: str) -> str:
     return f"learning rates: {listed([f'{arm} {rate:g}' for arm, rate in rates.items()])}"
 
 
-Check = tuple[str, list[Estimate | None]]
+Check = tuple[str, list[Estimate | None]]  # where, and the numbers of H1 to H3
 
 
 def checks(results: Results) -> list[Check]:
-    """Return what the numbers of H1 to H3 are elsewhere: at one learning rate, by layer, experts and size."""
-    main, controls = results.main, results.controls
+    """Return what the numbers of H1 to H3 are in the main study, elsewhere, and in its layers."""
+    main = results.main
+    layers = sorted(layer_values(main, METHOD, DISTINCTNESS)["layer"].unique())
+    by_layer = [paired(*(distinctness(main, arm, layer) for arm in (METHOD, BASELINE))) for layer in layers]
+    own = [check(study_name(main), main, METHOD, main, BASELINE)] if main else []
+    rows = [
+        *own,
+        *elsewhere(results),
+        *((f"layer {layer}", [None, found, None]) for layer, found in zip(layers, by_layer, strict=True)),
+    ]
+    return [(title, found) for title, found in rows if any(found)]
 
-    def row(title: str, tables: Tables, arm: str | None, others: Tables, other: str | None) -> Check:
-        pairs = [
-            (by_seed(others, other, "validation_loss"), by_seed(tables, arm, "validation_loss")),
-            (distinctness(tables, arm), distinctness(others, other)),
-            (measured_consistency(tables, arm), measured_consistency(others, other)),
-        ]
-        return title, [paired(*pair) for pair in pairs]
 
-    rows = [row(study_name(main), main, METHOD, main, BASELINE)] if main else []
-    if results.ablation and results.ablation is not main:
-        rows.append(row(study_name(results.ablation), results.ablation, METHOD, results.ablation, BASELINE))
+def elsewhere(results: Results) -> list[Check]:
+    """Return the numbers of H1 to H3 in other studies: at one learning rate, by experts, size and width."""
+    main, ablation, controls, wide = results.main, results.ablation, results.controls, results.wide
+    rows = []
+    if ablation is not main:
+        rows.append(check(study_name(ablation), ablation, METHOD, ablation, BASELINE))
     rate = f"both at the learning rate of {BASELINE}"
-    rows.append(row(rate, controls, AT_BASELINE_RATE, controls, BASELINE))
-    rows.append(row(f"both at the learning rate of {METHOD}", main, METHOD, controls, AT_METHOD_RATE))
-    for layer in sorted(layer_values(main, METHOD, DISTINCTNESS)["layer"].unique()):
-        of_layer = (distinctness(main, arm, layer) for arm in (METHOD, BASELINE))
-        rows.append((f"layer {layer}", [None, paired(*of_layer), None]))
+    rows.append(check(rate, controls, AT_BASELINE_RATE, controls, BASELINE))
+    rows.append(check(f"both at the learning rate of {METHOD}", main, METHOD, controls, AT_METHOD_RATE))
     for tables, axis in ((results.experts, "experts"), (results.sizes, "size")):
         for place in axis_values(tables, axis):
             title = f"{place:g} experts" if axis == "experts" else f"size {place}"
             arms = [arm_at(tables, router, axis, place) for router in (METHOD, BASELINE)]
-            worse = any(arm in worse_than_smaller(tables) for arm in arms) if axis == "size" else False
-            title += ", worse than a smaller model" if worse else ""
-            rows.append(row(title, tables, arms[0], tables, arms[1]))
-    return [(title, found) for title, found in rows if any(found)]
+            worse = axis == "size" and any(arm in worse_than_smaller(tables) for arm in arms)
+            rows.append(check(title + (WORSE if worse else ""), tables, arms[0], tables, arms[1]))
+    if wide:
+        title = f"{wide_title(wide, METHOD)} against {WIDE_BASELINE}"
+        title += WORSE if wide_and_worse(results) else ""
+        rows.append(check(title, wide, METHOD, wide, WIDE_BASELINE))
+    return rows
+
+
+def check(title: str, tables: Tables, arm: str | None, others: Tables, other: str | None) -> Check:
+    pairs = [
+        (by_seed(others, other, "validation_loss"), by_seed(tables, arm, "validation_loss")),
+        (distinctness(tables, arm), distinctness(others, other)),
+        (measured_consistency(tables, arm), measured_consistency(others, other)),
+    ]
+    return title, [paired(*pair) for pair in pairs]
+
+
+def require_no_reversal(claim: Claim, others: list[Check], at: int) -> Claim:
+    """Leave a claim undecided where its number has the other sign elsewhere, beyond its interval."""
+    sign = math.copysign(1.0, claim.number.mean if claim.number else 1.0)
+    places = [title for title, found in others if (one := found[at]) and sign * one.mean + one.half < 0]
+    return claim.undecided().with_reasons(f"other sign elsewhere: {', '.join(places)}") if places else claim
 
 
 def distinctness(tables: Tables, arm: str | None, layer: int | None = None) -> pd.Series:

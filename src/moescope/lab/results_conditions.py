@@ -17,8 +17,8 @@ RATE = "learning_rate"
 
 
 def settings(info: dict[str, Any]) -> pd.DataFrame:
-    """Return arm, name, value: steps, tokens per step, learning rate, options of the router, and whether
-    padding is to be predicted.
+    """Return arm, name, value: steps, tokens per step, learning rate, width, options of the router, and
+    whether padding is to be predicted.
     """
     rows = []
     base = info.get("base", {})
@@ -29,6 +29,7 @@ def settings(info: dict[str, Any]) -> pd.DataFrame:
         values = {name: train.get(name) for name in ("steps", "sequence_length", RATE)} | (
             model.get("router_options") or {}
         )
+        values["d_model"] = model.get("d_model")
         values["tokens_per_step"] = train.get("batch_size", 1) * train.get("sequence_length", 1)
         data = {**base.get("data", {}), **over.get("data", {})}
         values["pad_targets"] = int(data.get("layout") == "padded")
@@ -42,6 +43,12 @@ def settings(info: dict[str, Any]) -> pd.DataFrame:
 
 def setting(tables: Tables, arm: str, name: str) -> float | None:
     return of_arm(tables, arm).get(name)
+
+
+def wide_title(tables: Tables, arm: str) -> str:
+    """Return "width 512 with 64 experts"."""
+    experts, width = by_seed(tables, arm, "n_experts").mean(), setting(tables, arm, "d_model")
+    return (f"width {width:g} with " if width else "") + f"{experts:g} experts"
 
 
 def of_arm(tables: Tables, arm: str) -> dict[str, float]:
@@ -141,10 +148,10 @@ def length(tables: Tables) -> str:
 def other_lengths(results: Results) -> str:
     """Name the studies whose trainings have other numbers of steps than those of the main one."""
     own = steps_of(results.main)
-    parts = (results.ablation, results.experts, results.sizes, results.bases, results.sweep, results.effects)
+    parts = (results.ablation, results.experts, results.sizes, results.wide, results.bases, results.sweep)
     others = {
         study_name(one): steps_of(one)
-        for one in (*parts, results.tasks, *results.others)
+        for one in (*parts, results.effects, results.tasks, *results.others)
         if one and steps_of(one) != own
     }
     words = [

@@ -88,7 +88,7 @@ def free_memory() -> None:
     import torch
 
     gc.collect()
-    if torch.cuda.is_initialized():
+    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         torch.cuda.empty_cache()
 
 
@@ -130,7 +130,7 @@ def train_and_measure(device: str, task: TrainingTask, tick: Callable[[], None])
         free_memory()  # the model is loaded from its checkpoint
         values, tables = measure(run, task, text, device)
     except (Diverged, torch.OutOfMemoryError) as error:
-        row |= {"status": FAILED, "message": str(error).splitlines()[0]}
+        row |= {"status": FAILED, "message": failure(error)}
         frames = {"study_runs": pd.DataFrame([row])}
         curves = curves_of(Run.load(task.folder), task) if read_run_json(task.folder) else None
         return TaskResult(frames if curves is None else {**frames, "study_curves": curves}, FAILED)
@@ -141,6 +141,16 @@ def train_and_measure(device: str, task: TrainingTask, tick: Callable[[], None])
     curves = curves_of(run, task)
     frames |= {} if curves is None else {"study_curves": curves}
     return TaskResult(frames | probe_model(run, task, text, device))
+
+
+def failure(error: Exception) -> str:
+    """Return one line on why a training failed; of torch's paragraph on memory the first three sentences."""
+    import torch
+
+    line = str(error).splitlines()[0]
+    if not isinstance(error, torch.OutOfMemoryError):
+        return line
+    return ". ".join(line.split(". ")[:3]).rstrip(".") + "; lower --jobs or [train] batch_size"
 
 
 _COSTS: dict[str, dict[str, int]] = {}  # by config: the tables are written again after every training
