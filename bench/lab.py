@@ -241,7 +241,9 @@ def contestants(given: argparse.Namespace) -> Iterator[tuple[str, Callable[[], S
         if router not in (reference.router, "some"):
             yield router, lab(with_mixtral_attention(size, router))
     if "some" in given.routers:
-        yield "some", lab(PRESETS["some_a4"].model if device == "cuda" else SMALL_SOME)
+        some = PRESETS["some_a4"].model if device == "cuda" else SMALL_SOME
+        yield "some", lab(some)
+        yield "some, trained experts", lab(replace(some, frozen_experts=False))
     if given.b3:
         yield "some_b3, mixed", lab(PRESETS["some_b3"].model, mixed=True)
 

@@ -85,7 +85,7 @@ def scroll_through(page):
              for (const slot of document.querySelectorAll(".figure-slot")) {
                if (!slot.offsetParent) continue;
                slot.scrollIntoView({ block: "center" });
-               for (let wait = 0; wait < 100 && !slot.querySelector(".plot.drawn .main-svg"); wait++)
+               for (let wait = 0; wait < 600 && !slot.querySelector(".plot.drawn .main-svg"); wait++)
                  await new Promise((resolve) => setTimeout(resolve, 50));
              }
            }"""
