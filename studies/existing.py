@@ -34,7 +34,18 @@ from moescope.lab.existing import (
     run_existing,
 )
 from moescope.lab.study_config import study_from
-from moescope.lab.study_task import DONE, FAILED, TaskResult, TrainingTask, costs, load_text, routing_size
+from moescope.lab.study_task import (
+    DONE,
+    FAILED,
+    NOT_RUN,
+    TaskResult,
+    TrainingTask,
+    costs,
+    free_memory,
+    load_text,
+    memory_message,
+    routing_size,
+)
 from moescope.lab.train import VERB, Job, run_training, saved_checkpoints
 from moescope.progress import unsaid_alerts
 from moescope.run import Run, jsonable, read_run_json
@@ -57,10 +68,13 @@ def run_task(device: str, task: TrainingTask, tick: Callable[[], None]) -> TaskR
     try:
         with unsaid_alerts():
             row |= {"status": DONE, "validation_loss": arm_loss(task, text, device)}
-    except (Diverged, torch.OutOfMemoryError) as error:
+    except torch.OutOfMemoryError as error:
+        return TaskResult(status=NOT_RUN, message=memory_message(error))
+    except Diverged as error:
         row |= {"status": FAILED, "message": str(error).splitlines()[0]}
     finally:
         shutil.rmtree(task.folder, ignore_errors=True)
+        free_memory()
     for _ in range(task.config.train.steps):
         tick()
     row |= {"unigram_loss": text.unigram_loss}

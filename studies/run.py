@@ -111,18 +111,8 @@ def pack(folder: Path, target: Path, shared: bool) -> None:
         file = folder / f"{table}.parquet"
         if file.exists() and read_metadata(file).num_rows and not (shared and table == "overhead"):
             shutil.copy(file, run)
-    repeat_without_memory(run / "study_runs.parquet")
     write_json(run / "run.json", {**without_absolute_paths(info), "anonymous": True})
     write_results(results(target.name, run), target / "results.parquet")
-
-
-def repeat_without_memory(file: Path) -> None:
-    """Mark trainings that ran out of memory as not run: another shard may have room."""
-    runs = read_parquet(str(file), TABLES["study_runs"])
-    short = runs["message"].fillna("").str.contains("out of memory")
-    if short.any():
-        runs["status"] = runs["status"].mask(short, NOT_RUN)
-        write_table(TABLES["study_runs"], runs.assign(message=runs["message"].mask(short)), file)
 
 
 def write_results(frame: pd.DataFrame, file: Path) -> None:

@@ -246,12 +246,13 @@ def test_an_unfinished_study_has_no_stars_and_table_7_has_only_shared_seeds(tmp_
     write_table("study_runs", runs, ablation.path / "study_runs.parquet")
     found = tables(ablation)
     rows = {row[0]: row for row in found["results_significance"]["rows"]}
-    assert rows["SPECTRA-Full vs. -All"][3:5] == ["none", "unfinished: 6 of 8 seeds"]
-    assert rows["SPECTRA-Full vs. -All"][8] == 6
-    losses = runs[runs["seed"] < 6].pivot(index="seed", columns="arm", values="validation_loss")
+    assert rows["SPECTRA-Full vs. -GRU"][4] == "unfinished: 6 of 8 seeds"
+    assert rows["SPECTRA-Full vs. -All"][3:5] == ["none", "unfinished: 7 of 8 seeds"]
+    assert rows["SPECTRA-Full vs. -All"][8] == 7
+    losses = runs[runs["seed"] < 7].pivot(index="seed", columns="arm", values="validation_loss")
     gain = (losses["spectra-All"] - losses["spectra"]).mean()
     assert rows["SPECTRA-Full vs. -All"][1].startswith(f"{gain:.4f} ± ".replace("-", "−"))
-    assert found["results_hypotheses"]["rows"][4][1] == "unfinished: 6 of 8 seeds"
+    assert found["results_hypotheses"]["rows"][4][1].startswith("unfinished: ")
     assert all(row[4].endswith("of 12)") for row in found["results_variants"]["rows"])  # 6 seeds, 2 layers
     assert f"{64 - 8} of 64 trainings" in studies_text(ablation)
 
@@ -356,9 +357,9 @@ def test_base_models_without_own_rows_have_none_drawn_anew():
     assert "dense small: top2, new rows" not in section.text
 
 
-def test_every_arm_of_a_size_has_a_row_and_worse_ones_are_named():
+def test_every_arm_of_a_size_has_a_row_in_order_and_worse_ones_are_named():
     five = losses_of_five_seeds()
-    losses = {"top2 S": five["spectra"], "top2 L": five["dense"], "spectra S": five["top2"]}
+    losses = {"top2 L": five["dense"], "spectra S": five["top2"], "top2 S": five["spectra"]}
     places = [(arm, "size", None, arm[-1]) for arm in losses]
     axes = pd.DataFrame(places, columns=["arm", "axis", "value", "label"])
     found = made_up(losses, study_axes=axes)
@@ -367,8 +368,23 @@ def test_every_arm_of_a_size_has_a_row_and_worse_ones_are_named():
     tables["study_runs"]["parameters_active"] = active
     section = sizes_section(found)
     rows = {row[0]: row for row in section.tables[0]["rows"]}
-    assert rows["top2 L"][1] == "2.5"
-    assert rows["top2 L"][3].startswith(f"{np.mean(five['dense']):.4f} ± ")
+    assert list(rows) == ["spectra S *", "top2 S *", "top2 L *"]
+    assert rows["top2 L *"][1] == "2.5"
+    assert rows["top2 L *"][3].startswith(f"{np.mean(five['dense']):.4f} ± ")
     assert section.text.endswith("top2 L.")
     tables["study_runs"].loc[tables["study_runs"]["arm"] == "top2 L", "validation_loss"] = 1.0
     assert "top2 L" not in sizes_section(found).text
+
+
+def test_a_wide_study_stands_below_the_sizes(tmp_path: Path):
+    main = study_run(tmp_path / "main", router_arms(["top2", "spectra"]), 5)
+    arms = router_arms(["topk", "spectra"])
+    for arm in arms:
+        arm["overrides"]["model"]["d_model"] = 512
+    other = study_run(tmp_path / "wide", arms, 5)
+    found = tables(main, other)
+    (first, second) = found["results_sizes"]["rows"]
+    assert first[0].startswith("topk, width 512 with ")
+    assert second[0].startswith("spectra, width 512 with ")
+    losses = other.table("study_runs").groupby("arm")["validation_loss"].mean()
+    assert second[3].startswith(f"{losses['spectra']:.4f} ± ")

@@ -194,10 +194,13 @@ def test_an_unfinished_study_gives_no_verdict_and_costs_no_other_test_anything()
         math.nan,
     )
     found = Results.of([study(losses_of_five_seeds()), ablation])
-    assert verdicts(found)["H5"] == "unfinished: 5 of 6 seeds"
+    assert verdicts(found)["H5"] == "unfinished: 29 of 30 trainings"
+    gru = found.tests["ablation", "spectra-GRU"]
+    assert (gru.seeds, results.stars(gru)) == (5, "unfinished: 5 of 6 seeds")
     ortho = found.tests["ablation", "spectra-Ortho"]  # its sixth seed is one that -GRU lacks
-    assert (ortho.seeds, results.stars(ortho)) == (5, "unfinished: 5 of 6 seeds")
-    gains = np.array(losses["spectra-Ortho"][:5]) - base[:5]
+    assert (ortho.seeds, results.stars(ortho)) == (6, "unfinished: 29 of 30 trainings")
+    assert results.run_value(found.ablation, "spectra-Ortho", "validation_loss").seeds == 5
+    gains = np.array(losses["spectra-Ortho"]) - base
     assert (ortho.mean, ortho.p_value) == pytest.approx((gains.mean(), stats.ttest_1samp(gains, 0).pvalue))
     assert math.isnan(ortho.p_adjusted)
     assert family_size(found) == family_size(alone)
@@ -388,7 +391,7 @@ def test_h5_needs_every_component_to_help():
     unclear = hypotheses(Results.of([ablations({**helpful, "GRU": 0.0})]))[4]
     assert unclear.verdict == "undecided"
     assert "3 of 4" in unclear.why
-    assert "-GRU" in unclear.why
+    assert unclear.why.endswith("smallest gain: GRU")
     del helpful["Ortho"]
     assert hypotheses(Results.of([ablations(helpful)]))[4].why == "not run: -OrthoConstraint"
 
@@ -486,34 +489,121 @@ def test_a_training_that_does_not_beat_the_unigram_baseline_does_not_count():
     assert len(results.by_seed(tables, "top2", "validation_loss")) == 4
 
 
-def wide(spectra: float, parameters: float = 4000) -> dict[str, pd.DataFrame]:
-    """A study of one wide model: SPECTRA beside top-k with a loss of 2.7."""
-    tables = study({"topk": list(2.7 + NOISE), "spectra": list(spectra - NOISE)})
+def with_settings(tables: dict[str, pd.DataFrame], **values: float) -> dict[str, pd.DataFrame]:
+    arms = dict.fromkeys(tables["study_runs"]["arm"])
+    rows = [(arm, name, value) for arm in arms for name, value in values.items()]
+    return {**tables, "study_settings": pd.DataFrame(rows, columns=["arm", "name", "value"])}
+
+
+def wide(spectra: float, topk: float = 2.7, parameters: float = 4000, d_model: float = 512):
+    """A study of one wide model: SPECTRA beside top-k."""
+    tables = study({"topk": list(topk + NOISE), "spectra": list(spectra - NOISE)})
     tables["study_runs"]["parameters_active"] = parameters
-    settings = [(arm, "d_model", 512.0) for arm in ("topk", "spectra")]
-    return {**tables, "study_settings": pd.DataFrame(settings, columns=["arm", "name", "value"])}
+    return with_settings(tables, d_model=d_model)
 
 
-def test_a_claim_with_the_other_sign_in_another_study_is_undecided_and_says_where():
+def test_a_study_is_wide_if_wider_than_the_main_one_and_without_its_baseline():
+    main = with_settings(study(losses_of_five_seeds()), d_model=128)
+    assert Results.of([main, wide(2.6)]).wide
+    assert not Results.of([wide(2.6)]).wide  # it is the main one
+    assert not Results.of([main, wide(2.6, d_model=128)]).wide
+    planned = wide(2.6)
+    failed = study({"top2": [3.0] * 5})["study_runs"].assign(status="failed")
+    planned["study_runs"] = pd.concat([planned["study_runs"], failed], ignore_index=True)
+    assert not Results.of([main, planned]).wide
+
+
+@pytest.mark.parametrize("sign", [1, -1])
+def test_a_claim_with_the_other_sign_in_another_study_is_undecided_and_says_where(sign: int):
+    losses = losses_of_five_seeds()
+    if sign < 0:
+        losses["top2"], losses["spectra"] = losses["spectra"], losses["top2"]
+    main = study(losses)
+    verdict = "confirmed" if sign > 0 else "refuted"
+    assert hypotheses(Results.of([main, wide(2.7 - 0.1 * sign)]))[0].verdict == verdict
+    found = hypotheses(Results.of([main, wide(2.7 + 0.1 * sign)]))[0]
+    assert (found.verdict, found.why) == (
+        "undecided",
+        "other sign elsewhere: width 512 with 8 experts against topk",
+    )
+    close = hypotheses(Results.of([main, wide(2.7 + 0.001 * sign)]))[0]  # 0.001 is within its interval
+    assert (close.verdict, close.why) == (verdict, "")
+
+
+def test_few_seeds_unfinished_studies_and_numbers_without_a_sign_reverse_nothing():
     main = study(losses_of_five_seeds())
-    assert hypotheses(Results.of([main, wide(2.6)]))[0].verdict == "confirmed"
-    found = hypotheses(Results.of([main, wide(2.8)]))[0]
-    assert found.verdict == "undecided"
-    assert "elsewhere: width 512 with 8 experts against topk" in found.why
-    close = hypotheses(Results.of([main, wide(2.701)]))[0]  # −0.001 is within its interval
-    assert (close.verdict, close.why) == ("confirmed", "")
+    few, unfinished = wide(2.8), wide(2.8)
+    few["study_runs"] = few["study_runs"][few["study_runs"]["seed"] < 4]
+    last = unfinished["study_runs"]["seed"] == 4
+    unfinished["study_runs"] = pd.concat(
+        [unfinished["study_runs"], unfinished["study_runs"][last].assign(seed=5, status="not run")],
+        ignore_index=True,
+    )
+    for other in (few, unfinished):
+        assert hypotheses(Results.of([main, other]))[0].verdict == "confirmed"
+    losses = losses_of_five_seeds()
+    flat = study({"top2": losses["top2"], "spectra": list(np.array(losses["top2"]) + NOISE)})
+    h1 = hypotheses(Results.of([flat, wide(2.8)]))[0]
+    assert h1.verdict == "undecided"
+    assert "other sign" not in h1.why
+
+
+def test_the_distinctness_elsewhere_is_that_of_h2_not_of_h1():
+    def with_outputs(tables: dict[str, pd.DataFrame], gains: dict[str, float]) -> dict[str, pd.DataFrame]:
+        rows = [
+            (arm, seed, 0, "output_orthogonality", 0.8 + gain + 0.001 * (seed * gain - seed), 0.9)
+            for arm, gain in gains.items()
+            for seed in SEEDS
+        ]
+        return {**tables, "study_layers": layers(rows)}
+
+    main = with_outputs(study(losses_of_five_seeds()), {"top2": 0.0, "spectra": 0.1})
+    for gain, verdict in ((0.1, "confirmed"), (-0.1, "undecided")):
+        other = with_outputs(wide(2.6), {"topk": 0.0, "spectra": gain})
+        found = hypotheses(Results.of([main, other]))
+        assert (found[0].verdict, found[1].verdict) == ("confirmed", verdict)
 
 
 def test_a_wide_model_that_is_worse_than_a_smaller_one_is_marked():
-    fit = {**UNFIT, "spectra L": 2.75 + NOISE}
-    for loss, parameters, worse in (
-        (2.8, 4000, ["spectra"]),  # 2.75 at 2,000 parameters
-        (2.74, 4000, []),
-        (2.8, 2000, []),  # as large as L, and better than S
+    fit = {**UNFIT, "spectra L": 2.75 + NOISE}  # top2 L has 2.8
+    for spectra, topk, parameters, worse in (
+        (2.8, 2.7, 4000, ["spectra"]),  # 2.75 at 2,000 parameters
+        (2.74, 2.9, 4000, ["topk"]),
+        (2.74, 2.7, 4000, []),
+        (2.8, 2.7, 2000, []),  # as large as L, and better than S
     ):
         sizes = {**sized(fit).sizes, "study_name": pd.DataFrame({"name": ["sizes"]})}
-        found = Results.of([study(losses_of_five_seeds()), sizes, wide(loss, parameters)])
+        found = Results.of([study(losses_of_five_seeds()), sizes, wide(spectra, topk, parameters)])
         assert results.wide_and_worse(found) == worse
         titles = [title for title, _ in checks(found) if title.startswith("width")]
-        ending = " (worse than a smaller model)" if worse else ""
+        ending = " (worse than smaller models)" if worse else ""
         assert titles == [f"width 512 with 8 experts against topk{ending}"]
+
+
+def test_sizes_name_their_rates_and_are_compared_at_one_rate_too():
+    arms = {"top2 S": 3.0, "top2 L": 2.9, "top2 L half": 2.8, "spectra S": 2.9, "spectra L half": 2.6}
+    found = sized({arm: loss + NOISE * at for at, (arm, loss) in enumerate(arms.items())})
+    rates = found.sizes["study_settings"]
+    rates.loc[rates["arm"] == "spectra L half", "value"] = 0.002  # that of top2 L, which does not count
+    assert "spectra 0.002, 0.002 and top2 0.002, 0.001" in hypotheses(found)[5].why
+    rows = dict(checks(found))
+    assert list(rows) == ["size S", "size L", "size L, both at rate 0.002"]
+    assert rows["size L"][0].mean == pytest.approx(0.2)
+    assert rows["size L, both at rate 0.002"][0].mean == pytest.approx(0.3)
+
+
+def test_a_training_no_better_than_the_unigram_baseline_counts_as_failed():
+    base = np.array([2.5, 2.4, 2.6, 2.55, 2.45, 2.5])
+    for arm, gain, verdict in (
+        ("spectra", 0.1, "undecided"),
+        ("top2", 0.1, "undecided"),
+        ("spectra", -0.1, "refuted"),  # without it the mean could only be better
+        ("top2", -0.1, "undecided"),
+    ):
+        losses = {"top2": list(base), "spectra": list(base - gain + np.array([1, -1, 2, 0, -2, 0]) / 1000)}
+        losses[arm][5] = 7.0
+        tables = study(losses)
+        tables["study_runs"]["unigram_loss"] = 7.0
+        h1 = hypotheses(Results.of([tables]))[0]
+        assert (h1.verdict, h1.number.seeds) == (verdict, 5)
+        assert h1.why == "1 training of these arms failed or did not beat the unigram baseline"

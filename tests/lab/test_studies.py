@@ -244,18 +244,6 @@ def test_a_shard_continues_from_tables_alone(tmp_path: Path):
         pd.testing.assert_frame_equal(one, other, check_dtype=False)
 
 
-def test_a_training_that_ran_out_of_memory_is_repeated_by_the_next_shard(tmp_path: Path):
-    shutil.copy(STUDIES / "controls" / "run" / "study_runs.parquet", tmp_path)
-    file, table = tmp_path / "study_runs.parquet", TABLES["study_runs"]
-    runs, before = read_parquet(str(file), table), run.finished(tmp_path)
-    runs.loc[3, ["status", "message"]] = ["failed", "CUDA out of memory. Tried to allocate 80.00 MiB"]
-    runs.loc[4, ["status", "message"]] = ["failed", "the loss is not finite at step 7"]
-    write_table(table, runs, file)
-    run.repeat_without_memory(file)
-    assert run.finished(tmp_path) == before - {(runs.loc[3, "arm"], runs.loc[3, "seed"])}
-    assert list(read_parquet(str(file), table).loc[[3, 4], "status"]) == ["not run", "failed"]
-
-
 def small_study(store: Path, *arms: str) -> None:
     design = designs.shrink(designs.main_study({}))
     design["arms"] = {arm: design["arms"][arm] for arm in arms}

@@ -32,8 +32,8 @@ from moescope.lab.corpus import corpus_of_sides, read_corpus, training_vocabular
 from moescope.lab.evaluation import mean_loss
 from moescope.lab.study import plan_lines, plan_study, study, timed_models
 from moescope.lab.study_config import read_study, study_from
-from moescope.lab.study_task import load_text, prune, run_task, save_text
-from moescope.lab.train import initial_model, make_data, train
+from moescope.lab.study_task import free_memory, load_text, prune, run_task, save_text
+from moescope.lab.train import initial_model, make_data, run_training, train
 from moescope.reporting.verb import report
 from moescope.run import Run
 from moescope.storage import only_writer
@@ -609,18 +609,38 @@ def test_a_measured_training_leaves_no_model_in_memory(config: Path, tmp_path: P
     assert left == [0] * 6  # also after the two that diverge
 
 
-def test_a_training_without_memory_fails_in_one_short_line(config: Path, tmp_path: Path, monkeypatch) -> None:
+def test_memory_of_a_gpu_is_given_back_where_there_is_one(monkeypatch) -> None:
+    calls: list[str] = []
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: calls.append("emptied"))
+    for there, wanted in ((False, []), (True, ["emptied"])):
+        monkeypatch.setattr(torch.cuda, "is_initialized", lambda there=there: there)
+        free_memory()
+        assert calls == wanted
+
+
+def test_trainings_without_memory_are_one_line_and_the_same_command_repeats_them(
+    config: Path, tmp_path: Path, monkeypatch
+) -> None:
     said = (
         "CUDA out of memory. Tried to allocate 80.00 MiB. GPU 0 has a total capacity of 139.80 GiB of which "
         "54.56 MiB is free. Process 512 has 66.00 MiB memory in use. Of the allocated memory 10.30 GiB is "
         "allocated by PyTorch. If reserved but unallocated memory is large try setting something."
     )
 
-    def full(*_: Any) -> None:
-        raise torch.OutOfMemoryError(said)
+    def full(job: Any) -> Run | None:
+        if job.config.model.router_options == {"balance": 0.0}:
+            raise torch.OutOfMemoryError(said)
+        return run_training(job)
 
-    monkeypatch.setattr("moescope.lab.study_task.run_training", full)
-    run = study(config, out=tmp_path / "study", device="cpu", quiet=True)
-    assert set(run.table("study_runs")["status"]) == {"failed"}
-    (message,) = set(run.table("study_runs")["message"])
-    assert message == said.partition(". Process")[0] + "; lower --jobs or [train] batch_size"
+    given = {"out": tmp_path / "study", "device": "cpu", "quiet": True}
+    with monkeypatch.context() as limited:
+        limited.setattr("moescope.lab.study_task.run_training", full)
+        with pytest.raises(BadInput, match="repeat the command with fewer --jobs") as raised:
+            study(config, **given)
+    assert "2 of 6 trainings ran out of memory, the first unbalanced seed 3 (CUDA" in str(raised.value)
+    assert "54.56 MiB is free); repeat" in str(raised.value)
+    runs = Run.load(tmp_path / "study").table("study_runs").set_index("arm")["status"]
+    assert set(runs["unbalanced"]) == {"not run"}
+    assert set(runs["top2"]) == {"done"}
+    runs = study(config, **given).table("study_runs").set_index("arm")["status"]
+    assert set(runs["unbalanced"]) == {"done"}

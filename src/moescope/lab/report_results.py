@@ -47,7 +47,7 @@ from moescope.lab.results_claims import (
     hypotheses,
     verdict_counts,
 )
-from moescope.lab.results_conditions import conditions, of_arm, tunings
+from moescope.lab.results_conditions import conditions, tunings
 from moescope.plotting.style import capital, counted, listed, number
 from moescope.reporting.pack import plain_table
 from moescope.verb import FigureSpec, Payload, Section, Tables
@@ -62,7 +62,7 @@ PARTS = {  # component of the overhead table -> row of the published one
 }
 KEPT_ROUTER = "Top-2 continues the base's own trained router, SPECTRA starts untrained"
 BOTH_NEW = "both routers start untrained"
-CHECKS = "H1 to H3 elsewhere: SPECTRA minus Top-2 ± 95 %, above 0 favours SPECTRA, not corrected"
+CHECKS = "H1 to H3 elsewhere: SPECTRA against Top-2 ± 95 %, above 0 favours SPECTRA, not corrected"
 EXISTING_MOE = "existing MoE"
 BASES = ("dense small, upcycled", "dense medium, upcycled", EXISTING_MOE)
 NO_HARNESS = "Tasks of lm-eval: not run, as no study on this page names tasks."
@@ -150,13 +150,17 @@ def hypotheses_section(results: Results) -> Section:
 def checks_tables(results: Results) -> list[Payload]:
     """Return the numbers of H1 to H3 elsewhere, if there are any."""
     found = checks(results)
-    heads: Heads = [("check", "where", "text"), ("H1", "H1: loss, nats per token", "text")]
-    heads += [("H2", "H2: orthogonality of outputs", "text"), ("H3", "H3: consistency", "text")]
-    heads.append(("seeds", "seeds", "int"))
+    heads: Heads = [
+        ("check", "where", "sentence"),
+        ("H1", "H1: loss of Top-2 minus SPECTRA, nats per token", "text"),
+        ("H2", "H2: orthogonality of outputs, SPECTRA minus Top-2", "text"),
+        ("H3", "H3: consistency beyond chance, SPECTRA minus Top-2", "text"),
+        ("seeds", "seeds", "int"),
+    ]
     rows = [
         [
             title,
-            *(cell(one, 4) if one else "not measured" for one in of_row),
+            *(cell(one, 4) if one else "not compared" for one in of_row),
             max(one.seeds for one in of_row if one),
         ]
         for title, of_row in found
@@ -332,7 +336,9 @@ def comparison_note(results: Results, arm: str) -> str:
 def gap_text(results: Results) -> str:
     """Define gap closure."""
     text = "Gap closure: 0 is the dense model of active size, 1 that of total size"
-    active, total = (of_arm(results.main, arm).get("learning_rate") for arm in (DENSE_ACTIVE, DENSE_TOTAL))
+    active, total = (
+        numbers.settings_of(results.main, arm).get("learning_rate") for arm in (DENSE_ACTIVE, DENSE_TOTAL)
+    )
     if total is not None and total == active and DENSE_TOTAL not in tunings(results):
         text += f", which has the learning rate of the first ({total:g}), not one tuned for it"
     return f"{text}."

@@ -8,8 +8,8 @@ from typing import Any
 from moescope.lab import results as numbers
 from moescope.lab.figures_study import TARGET_CV
 from moescope.lab.report_cells import Heads, absent, arm_cell, cell, minus, section
-from moescope.lab.results import BASELINE, METHOD, NOT_RUN, Results
-from moescope.lab.results_conditions import setting, wide_title
+from moescope.lab.results import BASELINE, METHOD, NOT_RUN, Results, setting
+from moescope.lab.results_conditions import wide_title
 from moescope.reporting.pack import plain_table
 from moescope.verb import Section, Tables
 
@@ -57,13 +57,21 @@ def sizes_section(results: Results) -> Section:
         ("study_runs.loss_slope", "final slope, per 1,000 steps", "text"),
     ]
     sizes, wide = results.sizes, results.wide
-    rows = [size_row(sizes, arm, arm) for arm in numbers.on_axis(sizes, "size")["arm"]]
+    routers = (BASELINE, METHOD, numbers.DENSE_ACTIVE)
+    counting = {arm for router in routers for arm in numbers.arms_by_size(sizes, router)}
+    rows = [
+        size_row(sizes, arm, f"{arm} *" if arm in counting else arm)
+        for arm in numbers.on_axis(sizes, "size")["arm"]
+    ]
     rows += [
         size_row(wide, arm, f"{arm}, {wide_title(wide, arm)}")
         for arm in (numbers.WIDE_BASELINE, METHOD)
         if wide
     ]
-    text = "Of several arms of a router and size, that of the lowest learning rate counts; no test. "
+    text = (
+        "Of several arms of a router and size, that of the lowest learning rate counts (marked *); H6 tests "
+        "them. "
+    )
     worse = numbers.worse_than_smaller(sizes) if sizes else []
     worse += [f"{arm}, {wide_title(wide, arm)}" for arm in numbers.wide_and_worse(results)]
     if worse:

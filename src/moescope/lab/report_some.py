@@ -8,8 +8,7 @@ from typing import Any
 
 from moescope.lab import results as numbers
 from moescope.lab.report_cells import Heads, arm_cell, cell, section
-from moescope.lab.results import NOT_RUN, Results
-from moescope.lab.results_conditions import setting
+from moescope.lab.results import NOT_RUN, Results, setting
 from moescope.reporting.pack import plain_table
 from moescope.verb import Section, Tables
 
@@ -138,12 +137,12 @@ def used_text(one: Published) -> str:
 
 
 def epoch_losses(tables: Tables, arm: str) -> list[tuple[float, float]]:
-    """Return epoch and mean loss at its end, with pads if they were learned; there are four epochs."""
+    """Return epoch and median loss at its end, with pads if they were learned; there are four epochs."""
     rows = tables.get("study_curves")
     column = "validation_loss_published" if as_published(tables) else "validation_loss"
     if rows is None or column not in rows:
         return []
-    means = rows[rows["arm"] == arm].groupby("step")[column].mean().dropna()
-    last = float(means.index.max()) if len(means) else math.nan
+    middle = rows[rows["arm"] == arm].groupby("step")[column].median().dropna()
+    last = float(middle.index.max()) if len(middle) else math.nan
     epochs = len(RUNS[FIRST].losses)
-    return [(epochs * float(step) / last, float(value)) for step, value in means.items() if step > 0]
+    return [(epochs * float(step) / last, float(value)) for step, value in middle.items() if step > 0]

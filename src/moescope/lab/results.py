@@ -84,6 +84,7 @@ NOT_TESTABLE = "not testable"  # not run, or too few seeds
 VERDICTS = (CONFIRMED, REFUTED, UNDECIDED, UNFINISHED, NOT_TESTABLE)
 NOT_RUN = "not run"
 SET_ASIDE = "set aside"  # status of a training whose seed other arms of an unfinished study lack
+RATE = "learning_rate"  # a setting
 TUNING = "tuning"  # the names of studies that only choose values begin so
 
 
@@ -99,7 +100,8 @@ class Estimate:
     p_adjusted: float = math.nan  # by Holm, for all tests of the page
     hedges_g: float = math.nan
     unfinished: str = ""  # how far the study is, if trainings of it are still to come
-    failed: int = 0  # trainings of the arms that are compared
+    failed: int = 0  # trainings of the arms that are compared, and those no better than the unigram baseline
+    failed_others: int = 0  # of all arms but the first, which the claim is about
 
     @property
     def low(self) -> float:
@@ -184,12 +186,7 @@ class Results:
             tuple(one for one in studies if study_name(one).startswith(TUNING)),
             most(studies, lambda tables: len(tables.get("study_tasks", ()))),
             most(studies, lambda tables: int(AT_BASELINE_RATE in finished_arms(tables))),
-            most(
-                [one for one in studies if one is not main],
-                lambda tables: int(
-                    {METHOD, WIDE_BASELINE} <= finished_arms(tables) and BASELINE not in finished_arms(tables)
-                ),
-            ),
+            most(studies, lambda tables: int(is_wide(tables, main))),
         )
 
     @cached_property
@@ -201,10 +198,12 @@ class Results:
         found: Tests = {}
         for key, one in tested_numbers(self).items():
             estimate = over_seeds(one.values)
+            failed = [failures(one.tables, arm) for arm in one.arms]
             found[key] = estimate and replace(
                 estimate,
                 unfinished=progress(one.tables, estimate.seeds),
-                failed=sum(failures(one.tables, arm) for arm in one.arms),
+                failed=sum(failed),
+                failed_others=sum(failed[1:]),
             )
         p = [
             one.p_value if one and one.seeds >= MIN_SEEDS and not one.unfinished else math.nan
@@ -212,6 +211,13 @@ class Results:
         ]
         adjusted = dict(zip(found, holm(np.array(p)), strict=True))
         return {key: one and replace(one, p_adjusted=float(adjusted[key])) for key, one in found.items()}
+
+
+def is_wide(tables: Tables, main: Tables) -> bool:
+    """Return whether a study compares the method with top-k alone, in models wider than the main one's."""
+    arms = set(trainings(tables)["arm"])
+    both = [setting(one, METHOD, "d_model") or 0.0 for one in (tables, main)]
+    return {METHOD, WIDE_BASELINE} <= arms and BASELINE not in arms and both[0] > both[1]
 
 
 def most(studies: Sequence[Tables], count: Callable[[Tables], int]) -> Tables:
@@ -280,8 +286,15 @@ def progress(tables: Tables, seeds: int) -> str:
 
 
 def failures(tables: Tables, arm: str) -> int:
-    runs = trainings(tables)
-    return int(((runs["arm"] == arm) & (runs["status"] == "failed")).sum())
+    """Count the arm's trainings that failed or are no better than the unigram baseline."""
+    runs = with_aside(trainings(tables))
+    runs = runs[(runs["arm"] == arm) & (runs["status"] != NOT_RUN)]
+    return int((~enters_comparisons(runs)).sum())
+
+
+def with_aside(runs: pd.DataFrame) -> pd.DataFrame:
+    """Return the trainings with those that are set aside as done."""
+    return runs.assign(status=runs["status"].replace(SET_ASIDE, "done"))
 
 
 def compared_arms(tables: Tables) -> list[str]:
@@ -339,9 +352,18 @@ def arm_at(tables: Tables, router: str, axis: str, place: Any) -> str | None:
     of_router = set(routers.loc[routers["label"] == router, "arm"])
     of_router |= {arm for arm in there if arm.split(" ")[0] == router}
     arms, trained = sorted(there & of_router), finished_arms(tables)
-    settings = tables.get("study_settings", pd.DataFrame(columns=["arm", "name", "value"]))
-    rates = settings[settings["name"] == "learning_rate"].set_index("arm")["value"].to_dict()
-    return min(arms, key=lambda arm: (arm not in trained, rates.get(arm, math.inf)), default=None)
+    rates = {arm: setting(tables, arm, RATE) or math.inf for arm in arms}
+    return min(arms, key=lambda arm: (arm not in trained, rates[arm]), default=None)
+
+
+def setting(tables: Tables, arm: str, name: str) -> float | None:
+    return settings_of(tables, arm).get(name)
+
+
+def settings_of(tables: Tables, arm: str) -> dict[str, float]:
+    rows = tables.get("study_settings", pd.DataFrame(columns=["arm", "name", "value"]))
+    rows = rows[rows["arm"] == arm]
+    return dict(zip(rows["name"], rows["value"], strict=True))
 
 
 # --- numbers of one arm
@@ -539,8 +561,12 @@ def effect_ceiling(tables: Tables, arm: str) -> float:
 
 
 def loss_gain(tables: Tables, arm: str, other: str) -> pd.Series:
-    """Return the loss of the other arm minus that of the first by seed, in nats per token."""
-    return by_seed(tables, other, "validation_loss") - by_seed(tables, arm, "validation_loss")
+    """Return the loss of the other arm minus that of the first by seed, in nats per token.
+
+    Of an unfinished study every seed that both have: other arms do not matter here.
+    """
+    both = {**tables, "study_runs": with_aside(trainings(tables))}
+    return by_seed(both, other, "validation_loss") - by_seed(both, arm, "validation_loss")
 
 
 def stars(found: Estimate | None) -> str:

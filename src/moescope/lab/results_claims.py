@@ -19,6 +19,7 @@ from moescope.lab.results import (
     METHOD,
     NOT_TESTABLE,
     PREDICTORS,
+    RATE,
     REFUTED,
     SET_ASIDE,
     SIMILAR_COST,
@@ -31,30 +32,35 @@ from moescope.lab.results import (
     Results,
     Tests,
     arm_at,
+    arms_by_size,
     axis_values,
     block_milliseconds,
     by_seed,
     consistency_beyond_chance,
     effect_ceiling,
+    finished_arms,
     layer_means,
     layer_value,
     layer_values,
+    on_axis,
     over_seeds,
     paired,
+    progress,
     run_value,
+    setting,
     study_name,
     tested_predictors,
     trainings,
     wide_and_worse,
     worse_than_smaller,
 )
-from moescope.lab.results_conditions import setting, wide_title
+from moescope.lab.results_conditions import wide_title
 from moescope.lab.study_statistics import MIN_SEEDS
 from moescope.plotting.style import counted, listed
 from moescope.verb import Tables
 
 DISTINCTNESS = "output_orthogonality"  # metric of study_layers
-WORSE = " (worse than a smaller model)"
+WORSE = " (worse than smaller models)"
 FEWEST = 20  # documents for a claim about the outputs of experts
 
 
@@ -124,13 +130,13 @@ def hypotheses(results: Results) -> list[Claim]:
             judge(
                 "H6",
                 "The gain grows with the model",
-                "change of the gain over Switch Top-2 per doubling of active parameters (nats; lab sizes "
-                "only)",
+                "change of the gain over Switch Top-2 per doubling of Top-2's active parameters (nats; lab "
+                "sizes only)",
                 found["H6",],
                 "needs both routers at two sizes or more",
             ),
             results.sizes,
-        ),
+        ).with_reasons(size_rates(results.sizes)),
         judge(
             "H7",
             "The gain is larger in specialised domains",
@@ -159,7 +165,7 @@ def arm_claims(results: Results, subject: str) -> list[Claim]:
                 judge(name, claim, measure, found[name, arm, other], ""), tables, arm, other
             )
             rates = rates_text(tables, arm, other), same_rate(results, tables, arm, other)
-            claims.append(one.with_reasons(*rates))
+            claims.append(one.with_reasons(*rates, active_text(tables, arm, other)))
         if not compared:
             failed = [
                 part for tables in results.others for part in no_better_than_unigram(tables, arm, other)
@@ -194,10 +200,10 @@ def lowest_loss(tables: Tables, arm: str) -> pd.Series:
 
 def same_rate(results: Results, tables: Tables, arm: str, other: str) -> str:
     """Return the difference to the baseline at the arm's own learning rate, where a control has it."""
-    rate = setting(tables, arm, "learning_rate")
+    rate = setting(tables, arm, RATE)
     if other != BASELINE or tables is not results.main or not rate:
         return ""
-    if rate != setting(results.controls, AT_METHOD_RATE, "learning_rate"):
+    if rate != setting(results.controls, AT_METHOD_RATE, RATE):
         return ""
     found = paired(
         *(by_seed(*one, "validation_loss") for one in ((results.controls, AT_METHOD_RATE), (tables, arm)))
@@ -249,24 +255,27 @@ def effect_claims(results: Results) -> list[Claim]:
 def judge(name: str, claim: str, measure: str, found: Estimate | None, needs: str) -> Claim:
     """Confirm or refute by the sign of a number whose Holm-corrected p is at most 0.05, from five seeds.
 
-    An unfinished study decides nothing, and arms with failed trainings confirm nothing: seeds that fail are
-    missing from the mean.
+    An unfinished study decides nothing. Seeds that fail are missing from the mean, so arms with failed
+    trainings confirm nothing, and refute nothing unless it is the claim's own arm that failed.
     """
     if found is None:
         return Claim(name, claim, measure, None, needs)
+    failed = failed_text(found.failed)
     if found.unfinished:
-        return Claim(name, claim, measure, found, "", found.unfinished)
+        return Claim(name, claim, measure, found, failed, found.unfinished)
     if found.seeds < MIN_SEEDS:
-        return Claim(name, claim, measure, found, "too few seeds to claim anything")
+        return Claim(name, claim, measure, found, "too few seeds to claim anything").with_reasons(failed)
     if not found.significant:
         limits = f"95 % interval {found.low:.3f} to {found.high:.3f} (not corrected)".replace("-", "−")
-        return Claim(name, claim, measure, found, limits, UNDECIDED)
-    if found.mean < 0:
-        return Claim(name, claim, measure, found, "", REFUTED)
-    if found.failed:
-        why = f"{counted(found.failed, 'training')} of these arms failed"
-        return Claim(name, claim, measure, found, why, UNDECIDED)
-    return Claim(name, claim, measure, found, "", CONFIRMED)
+        return Claim(name, claim, measure, found, limits, UNDECIDED).with_reasons(failed)
+    if found.failed_others if found.mean < 0 else found.failed:
+        return Claim(name, claim, measure, found, failed, UNDECIDED)
+    return Claim(name, claim, measure, found, failed, REFUTED if found.mean < 0 else CONFIRMED)
+
+
+def failed_text(trainings: int) -> str:
+    words = f"{counted(trainings, 'training')} of these arms failed or did not beat the unigram baseline"
+    return words if trainings else ""
 
 
 def missing(*arms: str) -> str:
@@ -325,10 +334,45 @@ def require_growth(claim: Claim, tables: Tables) -> Claim:
 
 def rates_text(tables: Tables, *arms: str) -> str:
     """Return the learning rates where they differ, else nothing."""
-    rates = {arm: rate for arm in arms if (rate := setting(tables, arm, "learning_rate"))}
+    rates = {arm: rate for arm in arms if (rate := setting(tables, arm, RATE))}
     if len(set(rates.values())) < 2:
         return ""
     return f"learning rates: {listed([f'{arm} {rate:g}' for arm, rate in rates.items()])}"
+
+
+def active_text(tables: Tables, *arms: str) -> str:
+    """Return the active parameters where they differ by more than a twentieth, else nothing."""
+    active = {arm: by_seed(tables, arm, "parameters_active").mean() for arm in arms}
+    if not max(active.values()) > 1.05 * min(active.values()):
+        return ""
+    return f"active parameters: {listed([f'{arm} {n / 1e6:.1f} M' for arm, n in active.items()])}"
+
+
+def size_rates(tables: Tables) -> str:
+    """Return the learning rates of both routers by size, the smallest first, where they differ."""
+    rates = {
+        router: [rate for arm in arms_by_size(tables, router) if (rate := setting(tables, arm, RATE))]
+        for router in (METHOD, BASELINE)
+    }
+    if not all(rates.values()) or rates[METHOD] == rates[BASELINE]:
+        return ""
+    words = [f"{router} {', '.join(f'{rate:g}' for rate in found)}" for router, found in rates.items()]
+    return f"learning rates, the smallest model first: {' and '.join(words)}"
+
+
+def equal_rates(tables: Tables, size: str) -> list[tuple[float, str, str]]:
+    """Return rate and arms of both routers of that size which share a learning rate, highest first."""
+    arms = on_axis(tables, "size").query("label == @size")["arm"]
+    rates = {arm: setting(tables, arm, RATE) for arm in arms if arm in finished_arms(tables)}
+    return sorted(
+        (
+            (rate, arm, other)
+            for arm, rate in rates.items()
+            for other, same in rates.items()
+            if rate and rate == same and arm.split(" ")[0] == METHOD and other.split(" ")[0] == BASELINE
+        ),
+        reverse=True,
+    )
 
 
 Check = tuple[str, list[Estimate | None]]  # where, and the numbers of H1 to H3
@@ -349,24 +393,37 @@ def checks(results: Results) -> list[Check]:
 
 
 def elsewhere(results: Results) -> list[Check]:
-    """Return the numbers of H1 to H3 in other studies: at one learning rate, by experts, size and width."""
-    main, ablation, controls, wide = results.main, results.ablation, results.controls, results.wide
+    """Return the numbers of H1 to H3 in other studies: at one learning rate, by experts, size and width.
+
+    Of studies of which trainings are still to come nothing is returned.
+    """
+    main = results.main
+    ablation, controls, experts, sizes, wide = (
+        {} if one and progress(one, 0) else one
+        for one in (results.ablation, results.controls, results.experts, results.sizes, results.wide)
+    )
     rows = []
     if ablation is not main:
         rows.append(check(study_name(ablation), ablation, METHOD, ablation, BASELINE))
     rate = f"both at the learning rate of {BASELINE}"
     rows.append(check(rate, controls, AT_BASELINE_RATE, controls, BASELINE))
     rows.append(check(f"both at the learning rate of {METHOD}", main, METHOD, controls, AT_METHOD_RATE))
-    for tables, axis in ((results.experts, "experts"), (results.sizes, "size")):
+    for tables, axis in ((experts, "experts"), (sizes, "size")):
         for place in axis_values(tables, axis):
             title = f"{place:g} experts" if axis == "experts" else f"size {place}"
             arms = [arm_at(tables, router, axis, place) for router in (METHOD, BASELINE)]
             worse = axis == "size" and any(arm in worse_than_smaller(tables) for arm in arms)
             rows.append(check(title + (WORSE if worse else ""), tables, arms[0], tables, arms[1]))
+            rows += [
+                check(f"{title}, both at rate {rate:g}", tables, arm, tables, other)
+                for rate, arm, other in (equal_rates(tables, place) if axis == "size" else ())
+                if [arm, other] != arms
+            ]
     if wide:
         title = f"{wide_title(wide, METHOD)} against {WIDE_BASELINE}"
         title += WORSE if wide_and_worse(results) else ""
-        rows.append(check(title, wide, METHOD, wide, WIDE_BASELINE))
+        title, found = check(title, wide, METHOD, wide, WIDE_BASELINE)
+        rows.append((title, [*found[:2], None]))  # its checkpoints are further apart
     return rows
 
 
@@ -380,9 +437,16 @@ def check(title: str, tables: Tables, arm: str | None, others: Tables, other: st
 
 
 def require_no_reversal(claim: Claim, others: list[Check], at: int) -> Claim:
-    """Leave a claim undecided where its number has the other sign elsewhere, beyond its interval."""
-    sign = math.copysign(1.0, claim.number.mean if claim.number else 1.0)
-    places = [title for title, found in others if (one := found[at]) and sign * one.mean + one.half < 0]
+    """Leave a claim undecided where another study has the other sign, both beyond their intervals."""
+    own = claim.number
+    if own is None or not abs(own.mean) > own.half:
+        return claim
+    sign = math.copysign(1.0, own.mean)
+    places = [
+        title
+        for title, found in others
+        if (one := found[at]) and one.seeds >= MIN_SEEDS and sign * one.mean + one.half < 0
+    ]
     return claim.undecided().with_reasons(f"other sign elsewhere: {', '.join(places)}") if places else claim
 
 
@@ -461,9 +525,9 @@ def components(found: Tests) -> Claim:
         return Claim("H5", claim, measure, None, f"not run: {lacking}")
     title, smallest = min(known.items(), key=lambda pair: pair[1].mean)
     if smallest.unfinished:
-        return Claim("H5", claim, measure, smallest, f"smallest gain: {title}", smallest.unfinished)
+        return Claim("H5", claim, measure, smallest, f"smallest gain: {title[1:]}", smallest.unfinished)
     worse = sum(one.mean > 0 and one.significant for one in known.values())
-    why = f"{worse} of {len(known)} removals make it significantly worse; smallest gain: {title}"
+    why = f"{worse} of {len(known)} removals make it significantly worse; smallest gain: {title[1:]}"
     if any(one.seeds < MIN_SEEDS for one in known.values()):
         return Claim("H5", claim, measure, smallest, f"{why}; too few seeds to claim anything")
     if any(one.mean < 0 and one.significant for one in known.values()):

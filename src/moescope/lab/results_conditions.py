@@ -8,12 +8,19 @@ from typing import Any
 
 import pandas as pd
 
-from moescope.lab.results import Results, by_seed, compared_arms, study_name, trainings
+from moescope.lab.results import (
+    RATE,
+    Results,
+    by_seed,
+    compared_arms,
+    setting,
+    settings_of,
+    study_name,
+    trainings,
+)
 from moescope.plotting.style import counted, listed
 from moescope.reporting.untrusted import plot_words
 from moescope.verb import Tables
-
-RATE = "learning_rate"
 
 
 def settings(info: dict[str, Any]) -> pd.DataFrame:
@@ -41,20 +48,10 @@ def settings(info: dict[str, Any]) -> pd.DataFrame:
     return pd.DataFrame(rows, columns=["arm", "name", "value"])
 
 
-def setting(tables: Tables, arm: str, name: str) -> float | None:
-    return of_arm(tables, arm).get(name)
-
-
 def wide_title(tables: Tables, arm: str) -> str:
     """Return "width 512 with 64 experts"."""
-    experts, width = by_seed(tables, arm, "n_experts").mean(), setting(tables, arm, "d_model")
-    return (f"width {width:g} with " if width else "") + f"{experts:g} experts"
-
-
-def of_arm(tables: Tables, arm: str) -> dict[str, float]:
-    rows = tables.get("study_settings", pd.DataFrame(columns=["arm", "name", "value"]))
-    rows = rows[rows["arm"] == arm]
-    return dict(zip(rows["name"], rows["value"], strict=True))
+    experts, width = by_seed(tables, arm, "n_experts"), setting(tables, arm, "d_model")
+    return f"width {width:g}" + (f" with {experts.iloc[0]:g} experts" if len(experts) else "")
 
 
 @dataclass
@@ -80,7 +77,7 @@ def tunings(results: Results) -> dict[str, Tuning]:
                 continue  # an arm that varies no number
             of_router = found.setdefault(router, Tuning())
             of_router.tried.setdefault(option, set()).add(float(value))
-            of_router.trained.append(of_arm(tables, arm))
+            of_router.trained.append(settings_of(tables, arm))
     return found
 
 
@@ -95,7 +92,7 @@ def at_edge(results: Results) -> dict[str, dict[str, float]]:
     """Return router -> option -> value of the main study that is the least or greatest that was tried."""
     found: dict[str, dict[str, float]] = {}
     for router, tuning in tunings(results).items():
-        chosen = of_arm(results.main, router)
+        chosen = settings_of(results.main, router)
         for option, values in tuning.tried.items():
             value = chosen.get(option)
             if value is not None and (value <= min(values) or value >= max(values)):
@@ -110,7 +107,7 @@ def untrained_combinations(results: Results) -> list[str]:
     """
     found = []
     for router, tuning in tunings(results).items():
-        chosen = of_arm(results.main, router)
+        chosen = settings_of(results.main, router)
         picked = {name: chosen[name] for name, values in tuning.tried.items() if chosen.get(name) in values}
         if not any(picked.items() <= one.items() for one in tuning.trained):
             found.append(router)

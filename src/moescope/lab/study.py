@@ -293,7 +293,10 @@ def open_workers(engine: str, address: str | None, device: str, jobs: int) -> Ab
 def train_all(
     writer: RunWriter, plan: Study, corpus: str, engine: AbstractContextManager[Any], quiet: bool
 ) -> None:
-    """Train and measure what is not finished; only this process writes, after each training."""
+    """Train and measure what is not finished; only this process writes, after each training.
+
+    Trainings that run out of memory are an error once the others are done; the same command repeats them.
+    """
     folder = writer.path.resolve()
     tasks = [
         TrainingTask(
@@ -316,11 +319,21 @@ def train_all(
     with progress(total, done, "steps", quiet) as advance, engine as workers:
         writer.save_info(engine=workers.name, device=workers.device, jobs=getattr(workers, "jobs", 1))
         work = functools.partial(run_task, workers.device)
+        short = []
         for task, result in workers.run(work, left, lambda task: advance(f"{task.arm} seed {task.seed}")):
+            if result.status == NOT_RUN:
+                short.append(f"{task.arm} seed {task.seed} ({result.message})")
+                continue
             writer.flush_task(task.name, result.frames, {**task.keys, "status": result.status})
             prune(task.folder, plan.keep)
             if time.perf_counter() - written > RARELY * duration:  # joining many trainings takes seconds
                 written, duration = time.perf_counter(), write_current_tables(writer, plan)
+    if short:
+        write_current_tables(writer, plan)
+        raise BadInput(
+            f"{len(short)} of {len(left)} trainings ran out of memory, the first {short[0]}; repeat the "
+            "command with fewer --jobs, or start another study with more [base.train] micro_batches"
+        )
 
 
 def absolute_paths(tasks: str) -> str:

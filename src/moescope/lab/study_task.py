@@ -68,7 +68,8 @@ class TaskResult:
     """One training's rows of the study's tables."""
 
     frames: dict[str, pd.DataFrame] = field(default_factory=dict)
-    status: str = DONE
+    status: str = DONE  # NOT_RUN: out of memory; to be repeated
+    message: str = ""  # of a training that was not run
 
 
 def run_task(device: str, task: TrainingTask, tick: Callable[[], None]) -> TaskResult:
@@ -83,7 +84,7 @@ def free_memory() -> None:
     """Free models that nothing uses any more, and what torch keeps of a GPU that other processes may share.
 
     A model, its optimizer and its monitor refer to each other, so they stay until Python collects garbage,
-    which it does not do because a GPU is full.
+    and a full GPU does not make it do so.
     """
     import torch
 
@@ -95,8 +96,8 @@ def free_memory() -> None:
 def train_and_measure(device: str, task: TrainingTask, tick: Callable[[], None]) -> TaskResult:
     """Return the task's rows.
 
-    A training that diverges or runs out of memory has failed. Every other error is raised: it would also stop
-    the next training.
+    A training that diverges has failed. One that runs out of memory was not run: there may be room another
+    time. Every other error is raised: it would also stop the next training.
     """
     import pandas as pd
     import torch
@@ -129,8 +130,10 @@ def train_and_measure(device: str, task: TrainingTask, tick: Callable[[], None])
         assert run is not None
         free_memory()  # the model is loaded from its checkpoint
         values, tables = measure(run, task, text, device)
-    except (Diverged, torch.OutOfMemoryError) as error:
-        row |= {"status": FAILED, "message": failure(error)}
+    except torch.OutOfMemoryError as error:
+        return TaskResult(status=NOT_RUN, message=memory_message(error))
+    except Diverged as error:
+        row |= {"status": FAILED, "message": str(error).splitlines()[0]}
         frames = {"study_runs": pd.DataFrame([row])}
         curves = curves_of(Run.load(task.folder), task) if read_run_json(task.folder) else None
         return TaskResult(frames if curves is None else {**frames, "study_curves": curves}, FAILED)
@@ -143,14 +146,9 @@ def train_and_measure(device: str, task: TrainingTask, tick: Callable[[], None])
     return TaskResult(frames | probe_model(run, task, text, device))
 
 
-def failure(error: Exception) -> str:
-    """Return one line on why a training failed; of torch's paragraph on memory the first three sentences."""
-    import torch
-
-    line = str(error).splitlines()[0]
-    if not isinstance(error, torch.OutOfMemoryError):
-        return line
-    return ". ".join(line.split(". ")[:3]).rstrip(".") + "; lower --jobs or [train] batch_size"
+def memory_message(error: Exception) -> str:
+    """Return the first three sentences of torch's paragraph."""
+    return ". ".join(str(error).split("\n")[0].split(". ")[:3]).rstrip(".")
 
 
 _COSTS: dict[str, dict[str, int]] = {}  # by config: the tables are written again after every training
