@@ -91,6 +91,7 @@ QUESTIONS = {  # of each study, in a sentence
     "sweep": "Which options of SPECTRA balance the load in evaluation, and at what loss?",
     "scaling_experts": "How do loss and specialisation change with the number of experts?",
     "scaling_size": "Does the gain of a router grow with the model?",
+    "scaling_rate": "Is it the size or the learning rate? SPECTRA at sizes M and L with the rates of top2.",
     "scaling_large": "Does SPECTRA gain over top-k at width 512 with 64 experts?",
     "causal": "Do alignment and ambiguity predict the effect of removing an expert?",
     "tasks": "Which continuation is right? Routers on tasks of lm-eval that lie in `studies/text/tasks`.",
@@ -279,6 +280,16 @@ def scaling_size(tuned: Design) -> Design:
     return study("top2 S", 5, arms, base())
 
 
+def scaling_rate(tuned: Design) -> Design:
+    """SPECTRA at sizes M and L with the rates that count for top2 in `scaling_size`: size, or rate?"""
+    trained = scaling_size(tuned)["arms"]
+    arms: dict[str, Design] = {}
+    for size in list(SIZES)[1:]:
+        lower = min(one["train"]["learning_rate"] for name, one in trained.items() if f"top2 {size}" in name)
+        arms[f"spectra {size} at {lower:g}"] = {**trained[f"spectra {size}"], "train": rate(lower)}
+    return study(next(iter(arms)), 5, arms, base())
+
+
 def scaling_large(tuned: Design) -> Design:
     """Width 512 with 64 experts; the rates that were tuned at width 128 are divided by 4.
 
@@ -410,6 +421,7 @@ def designs(tuned: Design) -> dict[str, Design]:
         "sweep": sweep(tuned.get("best", {})),
         "scaling_experts": scaling_experts(tuned.get("best", {})),
         "scaling_size": scaling_size(tuned.get("best", {})),
+        "scaling_rate": scaling_rate(tuned.get("best", {})),
         "scaling_large": scaling_large(tuned.get("best", {})),
         "causal": causal(tuned.get("best", {})),
         "tasks": tasks(),

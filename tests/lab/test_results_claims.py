@@ -590,6 +590,10 @@ def test_sizes_name_their_rates_and_are_compared_at_one_rate_too():
     assert list(rows) == ["size S", "size L", "size L, both at rate 0.002"]
     assert rows["size L"][0].mean == pytest.approx(0.2)
     assert rows["size L, both at rate 0.002"][0].mean == pytest.approx(0.3)
+    other = sized({"spectra L half": 2.75 + NOISE, "dense L half": 2.0 + NOISE}).sizes
+    rows = dict(checks(Results.of([found.sizes, other])))
+    assert list(rows)[2:] == ["size L, both at rate 0.002", "size L, both at rate 0.001"]
+    assert rows["size L, both at rate 0.001"][0].mean == pytest.approx(2.8 - 2.75)
 
 
 def test_a_training_no_better_than_the_unigram_baseline_counts_as_failed():

@@ -228,6 +228,7 @@ def sources(results: Results) -> str:
         "number of experts": results.experts,
         "sizes": results.sizes,
         "a wide model": results.wide,
+        "sizes at other learning rates": results.size_rates,
         "base models": results.bases,
         "sweep": results.sweep,
         "removed experts": results.effects,

@@ -165,6 +165,7 @@ class Results:
     tasks: Tables = field(default_factory=dict)
     controls: Tables = field(default_factory=dict)  # routers at one learning rate
     wide: Tables = field(default_factory=dict)  # one model, wider than those of `sizes`
+    size_rates: Tables = field(default_factory=dict)  # sizes at other learning rates
 
     @classmethod
     def of(cls, studies: Sequence[Tables]) -> Results:
@@ -174,11 +175,12 @@ class Results:
         variants = {arm for _, arm, _ in VARIANTS} - routers
         controls = {arm for pair in PAIRS for arm in pair} - routers
         main = most(studies, lambda tables: len(routers & finished_arms(tables)))
+        sizes = most(studies, lambda tables: len(axis_values(tables, "size")))
         return cls(
             main,
             most(studies, lambda tables: len(variants & finished_arms(tables))),
             most(studies, lambda tables: len(axis_values(tables, "experts"))),
-            most(studies, lambda tables: len(axis_values(tables, "size"))),
+            sizes,
             most(studies, lambda tables: len(base_models({"study_runs": finished(tables)}))),
             most(studies, lambda tables: int((finished(tables).get("question") == "sweep").sum())),
             tuple(one for one in studies if one is main or controls & finished_arms(one)),
@@ -187,6 +189,10 @@ class Results:
             most(studies, lambda tables: len(tables.get("study_tasks", ()))),
             most(studies, lambda tables: int(AT_BASELINE_RATE in finished_arms(tables))),
             most(studies, lambda tables: int(is_wide(tables, main))),
+            most(
+                [one for one in studies if one is not sizes],
+                lambda tables: len(axis_values(tables, "size")),
+            ),
         )
 
     @cached_property

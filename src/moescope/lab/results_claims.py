@@ -360,19 +360,24 @@ def size_rates(tables: Tables) -> str:
     return f"learning rates, the smallest model first: {' and '.join(words)}"
 
 
-def equal_rates(tables: Tables, size: str) -> list[tuple[float, str, str]]:
+Arm = tuple[Tables, str]
+
+
+def equal_rates(studies: list[Tables], size: str) -> list[tuple[float, Arm, Arm]]:
     """Return rate and arms of both routers of that size which share a learning rate, highest first."""
-    arms = on_axis(tables, "size").query("label == @size")["arm"]
-    rates = {arm: setting(tables, arm, RATE) for arm in arms if arm in finished_arms(tables)}
-    return sorted(
-        (
-            (rate, arm, other)
-            for arm, rate in rates.items()
-            for other, same in rates.items()
-            if rate and rate == same and arm.split(" ")[0] == METHOD and other.split(" ")[0] == BASELINE
-        ),
-        reverse=True,
-    )
+    rates = [
+        ((tables, arm), setting(tables, arm, RATE))
+        for tables in studies
+        for arm, label in on_axis(tables, "size")[["arm", "label"]].itertuples(index=False)
+        if label == size and arm in finished_arms(tables)
+    ]
+    pairs = [
+        (rate, one, other)
+        for one, rate in rates
+        for other, same in rates
+        if rate and rate == same and [arm.split(" ")[0] for _, arm in (one, other)] == [METHOD, BASELINE]
+    ]
+    return sorted(pairs, key=lambda pair: -pair[0])
 
 
 Check = tuple[str, list[Estimate | None]]  # where, and the numbers of H1 to H3
@@ -398,9 +403,12 @@ def elsewhere(results: Results) -> list[Check]:
     Of studies of which trainings are still to come nothing is returned.
     """
     main = results.main
-    ablation, controls, experts, sizes, wide = (
+    ablation, controls, experts, sizes, other_rates, wide = (
         {} if one and progress(one, 0) else one
-        for one in (results.ablation, results.controls, results.experts, results.sizes, results.wide)
+        for one in (
+            *(results.ablation, results.controls, results.experts),
+            *(results.sizes, results.size_rates, results.wide),
+        )
     )
     rows = []
     if ablation is not main:
@@ -414,10 +422,11 @@ def elsewhere(results: Results) -> list[Check]:
             arms = [arm_at(tables, router, axis, place) for router in (METHOD, BASELINE)]
             worse = axis == "size" and any(arm in worse_than_smaller(tables) for arm in arms)
             rows.append(check(title + (WORSE if worse else ""), tables, arms[0], tables, arms[1]))
+            pairs = equal_rates([sizes, other_rates], place) if axis == "size" else []
             rows += [
-                check(f"{title}, both at rate {rate:g}", tables, arm, tables, other)
-                for rate, arm, other in (equal_rates(tables, place) if axis == "size" else ())
-                if [arm, other] != arms
+                check(f"{title}, both at rate {rate:g}", *one, *other)
+                for rate, one, other in pairs
+                if one[0] is not sizes or [one[1], other[1]] != arms
             ]
     if wide:
         title = f"{wide_title(wide, METHOD)} against {WIDE_BASELINE}"
