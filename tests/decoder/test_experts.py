@@ -18,6 +18,7 @@ from moescope.decoder.experts import (
     fill_experts,
     grouped_mm_runs,
     looped_product,
+    one_product,
     output_scale,
 )
 
@@ -108,6 +109,18 @@ def test_the_gradient_of_a_bias_in_bfloat16_is_exact_to_its_rounding(n_experts):
     RowsOfExperts.apply(bias_EF, expert_S).backward(gradient_SF)
     exact_EF = torch.zeros(n_experts, 32, dtype=torch.float64).index_add_(0, expert_S, gradient_SF.double())
     assert (bias_EF.grad.double() - exact_EF).norm() < 2**-8 * exact_EF.norm()
+    on_a_gpu = one_product(gradient_SF, expert_S, n_experts)
+    assert (on_a_gpu.double() - exact_EF).norm() < 2**-8 * exact_EF.norm()
+
+
+def test_a_product_sums_rows_of_experts_and_ignores_what_empty_rows_hold():
+    gradient_SF = torch.randn(6, 3, generator=torch.Generator().manual_seed(4))
+    gradient_SF[5] = float("nan")
+    sums_EF = one_product(gradient_SF, torch.tensor([0, 0, 2, 2, 2, 4]), 4)
+    zeros_F = torch.zeros(3)
+    torch.testing.assert_close(
+        sums_EF, torch.stack([gradient_SF[:2].sum(0), zeros_F, gradient_SF[2:5].sum(0), zeros_F])
+    )
 
 
 @BOTH

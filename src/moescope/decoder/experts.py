@@ -94,7 +94,7 @@ class Mix(torch.autograd.Function):
 class RowsOfExperts(torch.autograd.Function):
     """bias_EF -> bias_SF, the row of each slot's expert; rows of empty slots add nothing to a gradient.
 
-    Backward is one product: an index's own gradient adds an expert's rows one after another on a GPU.
+    An index's own gradient adds an expert's rows in bfloat16 on a CPU, and one after another on a GPU.
     """
 
     @staticmethod
@@ -105,11 +105,20 @@ class RowsOfExperts(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
-        (expert_S,) = ctx.saved_tensors
-        # what unwritten rows hold may be NaN, and 0 NaN is not 0
-        gradient_SF = torch.where((expert_S < ctx.n_experts)[:, None], gradients[0], 0)
-        numbers_E1 = torch.arange(ctx.n_experts, device=expert_S.device)[:, None]
-        return (expert_S == numbers_E1).to(gradient_SF.dtype) @ gradient_SF, None
+        (expert_S,), gradient_SF = ctx.saved_tensors, gradients[0]
+        if gradient_SF.is_cuda:
+            return one_product(gradient_SF, expert_S, ctx.n_experts), None
+        wide_SF = gradient_SF.to(torch.promote_types(gradient_SF.dtype, torch.float32))
+        sums_EF = wide_SF.new_zeros(ctx.n_experts + 1, wide_SF.shape[1]).index_add_(0, expert_S, wide_SF)
+        return sums_EF[:-1].to(gradient_SF.dtype), None
+
+
+def one_product(gradient_SF: Tensor, expert_S: Tensor, n_experts: int) -> Tensor:
+    """Return the sum of each expert's rows, in a fixed order; a NaN in one row reaches all experts."""
+    # what unwritten rows hold may be NaN, and 0 NaN is not 0
+    gradient_SF = torch.where((expert_S < n_experts)[:, None], gradient_SF, 0)
+    numbers_E1 = torch.arange(n_experts, device=expert_S.device)[:, None]
+    return (expert_S == numbers_E1).to(gradient_SF.dtype) @ gradient_SF
 
 
 def grouped_product(x_SI: Tensor, weight_EOI: Tensor, ends_E: Tensor) -> Tensor:
