@@ -47,11 +47,13 @@ from moescope.lab.results_claims import (
     verdict_counts,
 )
 from moescope.lab.results_conditions import conditions
+from moescope.lab.study_statistics import LEVEL
 from moescope.plotting.style import counted, listed, number
 from moescope.run import Run
 from moescope.verb import Payload, Tables
 
 STUDIES = Path(__file__).parent.parent / "studies"
+CLOSE = 1.25  # times the level, or its inverse
 PAGES = ("findings.md", "results.md", "routers.md")
 ON_FINDINGS = ("answers", "hash", "some", "effects", "conditions")  # sections of claims, and methods
 
@@ -86,6 +88,7 @@ def render(template: str, studies: list[Tables]) -> str:
         "headline": lambda: headline(results),
         "claims": lambda kind: claims_table(CLAIMS[kind](results)),
         "moving": lambda: moving_choices(results),
+        "close": lambda: close_claims(results),
         "checks": lambda: "\n\n".join(
             f"**{one['title']}**\n\n{payload_table(one)}" for one in checks_tables(results)
         ),
@@ -210,6 +213,17 @@ def claims_table(claims: list[Claim]) -> str:
         title = f"{one.name}: {one.claim}" if one.name else one.claim
         rows.append((cell(title), one.verdict, f"**{number}**{evidence}"))
     return table(("claim", "verdict", "evidence"), rows)
+
+
+def close_claims(results: Results) -> str:
+    """Return the claims whose corrected p is within a quarter of the level, on either side."""
+    claims = [one for of in CLAIMS.values() for one in of(results) if one.number]
+    close = [
+        f"{one.name + ': ' if one.name else ''}{one.claim} ({p_text(one.number.p_adjusted)})"
+        for one in claims
+        if one.number and LEVEL / CLOSE <= one.number.p_adjusted <= LEVEL * CLOSE
+    ]
+    return cell("; ".join(close) or "none")
 
 
 def counts_table(results: Results) -> str:

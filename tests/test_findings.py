@@ -305,6 +305,16 @@ def test_the_first_lines_say_what_the_verdict_says(findings: ModuleType, gain: f
     assert f"{best}(better by 0.50" in text
 
 
+def test_claims_close_to_the_level_are_named(findings: ModuleType, store: Path, monkeypatch):
+    results = findings.Results.of(findings.read_results(store))
+    claims = {one.name: one.number for one in findings.hypotheses(results) if one.number}
+    h1 = claims["H1"].p_adjusted
+    monkeypatch.setattr(findings, "LEVEL", 1.2 * h1)
+    assert "H1: " in findings.close_claims(results)
+    monkeypatch.setattr(findings, "LEVEL", 1.3 * h1)
+    assert "H1: " not in findings.close_claims(results)
+
+
 # --- what limits the claims
 
 
