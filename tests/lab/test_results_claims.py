@@ -13,6 +13,7 @@ from lab.shared_results import SEEDS, layers, losses_of_five_seeds, study
 from moescope.lab import results
 from moescope.lab.results import Results
 from moescope.lab.results_claims import arm_claims, checks, effect_claims, hypotheses
+from moescope.lab.results_conditions import wide_and_worse
 
 NO_TABLES = Results({}, {}, {}, {}, {})
 
@@ -574,7 +575,7 @@ def test_a_wide_model_that_is_worse_than_a_smaller_one_is_marked():
     ):
         sizes = {**sized(fit).sizes, "study_name": pd.DataFrame({"name": ["sizes"]})}
         found = Results.of([study(losses_of_five_seeds()), sizes, wide(spectra, topk, parameters)])
-        assert results.wide_and_worse(found) == worse
+        assert wide_and_worse(found) == worse
         titles = [title for title, _ in checks(found) if title.startswith("width")]
         ending = " (worse than smaller models)" if worse else ""
         assert titles == [f"width 512 with 8 experts against topk{ending}"]

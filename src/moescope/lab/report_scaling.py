@@ -9,7 +9,7 @@ from moescope.lab import results as numbers
 from moescope.lab.figures_study import TARGET_CV
 from moescope.lab.report_cells import Heads, absent, arm_cell, cell, minus, section
 from moescope.lab.results import BASELINE, METHOD, NOT_RUN, Results, setting
-from moescope.lab.results_conditions import wide_title
+from moescope.lab.results_conditions import wide_and_worse, wide_title
 from moescope.reporting.pack import plain_table
 from moescope.verb import Section, Tables
 
@@ -73,7 +73,7 @@ def sizes_section(results: Results) -> Section:
         "them. "
     )
     worse = numbers.worse_than_smaller(sizes) if sizes else []
-    worse += [f"{arm}, {wide_title(wide, arm)}" for arm in numbers.wide_and_worse(results)]
+    worse += [f"{arm}, {wide_title(wide, arm)}" for arm in wide_and_worse(results)]
     if worse:
         text += f"Worse than a smaller model: {'; '.join(worse)}. "
     if not rows:

@@ -20,8 +20,7 @@ from moescope.lab.study_statistics import LEVEL, MIN_SEEDS, ROUNDING, enters_com
 from moescope.statistics import split_half_ceiling
 from moescope.verb import Tables
 
-METHOD, BASELINE = "spectra", "top2"  # arms
-WIDE_BASELINE = "topk"  # of the study of one wide model
+METHOD, BASELINE, WIDE_BASELINE = "spectra", "top2", "topk"  # arms; the last of the study of a wide model
 DENSE_ACTIVE, DENSE_TOTAL = "dense", "dense_total"
 FIXED_CHOICES = "hash"  # choices that do not depend on the context
 ROUTERS = [  # row of the published tables, arm
@@ -681,22 +680,6 @@ def worse_than_smaller(tables: Tables) -> list[str]:
         arms = arms_by_size(tables, router)
         losses = [by_seed(tables, arm, "validation_loss").mean() for arm in arms]
         found += [arm for at, arm in enumerate(arms) if at and losses[at] > min(losses[:at])]
-    return found
-
-
-def wide_and_worse(results: Results) -> list[str]:
-    """Return the arms of the wide study that predict worse than a smaller model of the same kind."""
-    found = []
-    for arm, router in ((METHOD, METHOD), (WIDE_BASELINE, BASELINE)):
-        loss, active = (
-            by_seed(results.wide, arm, column).mean() for column in ("validation_loss", "parameters_active")
-        )
-        smaller = [
-            by_seed(results.sizes, one, "validation_loss").mean()
-            for one in arms_by_size(results.sizes, router)
-            if by_seed(results.sizes, one, "parameters_active").mean() < active
-        ]
-        found += [arm] if smaller and loss > min(smaller) else []
     return found
 
 

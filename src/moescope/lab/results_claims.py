@@ -51,10 +51,9 @@ from moescope.lab.results import (
     study_name,
     tested_predictors,
     trainings,
-    wide_and_worse,
     worse_than_smaller,
 )
-from moescope.lab.results_conditions import wide_title
+from moescope.lab.results_conditions import wide_and_worse, wide_title
 from moescope.lab.study_statistics import MIN_SEEDS
 from moescope.plotting.style import counted, listed
 from moescope.verb import Tables

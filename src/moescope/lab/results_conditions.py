@@ -9,8 +9,12 @@ from typing import Any
 import pandas as pd
 
 from moescope.lab.results import (
+    BASELINE,
+    METHOD,
     RATE,
+    WIDE_BASELINE,
     Results,
+    arms_by_size,
     by_seed,
     compared_arms,
     setting,
@@ -52,6 +56,22 @@ def wide_title(tables: Tables, arm: str) -> str:
     """Return "width 512 with 64 experts"."""
     experts, width = by_seed(tables, arm, "n_experts"), setting(tables, arm, "d_model")
     return f"width {width:g}" + (f" with {experts.iloc[0]:g} experts" if len(experts) else "")
+
+
+def wide_and_worse(results: Results) -> list[str]:
+    """Return the arms of the wide study that predict worse than a smaller model of the same kind."""
+    found = []
+    for arm, router in ((METHOD, METHOD), (WIDE_BASELINE, BASELINE)):
+        loss, active = (
+            by_seed(results.wide, arm, column).mean() for column in ("validation_loss", "parameters_active")
+        )
+        smaller = [
+            by_seed(results.sizes, one, "validation_loss").mean()
+            for one in arms_by_size(results.sizes, router)
+            if by_seed(results.sizes, one, "parameters_active").mean() < active
+        ]
+        found += [arm] if smaller and loss > min(smaller) else []
+    return found
 
 
 @dataclass
