@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -579,6 +580,21 @@ def test_a_wide_model_that_is_worse_than_a_smaller_one_is_marked():
         titles = [title for title, _ in checks(found) if title.startswith("width")]
         ending = " (worse than smaller models)" if worse else ""
         assert titles == [f"width 512 with 8 experts against topk{ending}"]
+
+
+@pytest.mark.parametrize(("spacing", "compared"), [(250, True), (500, False)])
+def test_consistency_is_compared_where_checkpoints_are_as_far_apart(spacing: int, compared: bool):
+    def routed(*arms: str) -> dict[str, Any]:
+        shares = {arm: list(0.7 + NOISE * at) for at, arm in enumerate(arms)}
+        return {"consistency": shares, "consistency_chance": {arm: [0.1] * 5 for arm in arms}}
+
+    losses = {arm: losses_of_five_seeds()[arm] for arm in ("top2", "spectra")}
+    main = with_settings(study(losses, **routed("top2", "spectra")), d_model=128, checkpoint_every=250)
+    other = study({"topk": losses["top2"], "spectra": losses["spectra"]}, **routed("topk", "spectra"))
+    found = Results.of([main, with_settings(other, d_model=512, checkpoint_every=spacing)])
+    row = dict(checks(found))["width 512 with 8 experts against topk"]
+    assert row[0] is not None
+    assert (row[2] is not None) == compared
 
 
 def test_sizes_name_their_rates_and_are_compared_at_one_rate_too():

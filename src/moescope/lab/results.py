@@ -83,7 +83,7 @@ NOT_TESTABLE = "not testable"  # not run, or too few seeds
 VERDICTS = (CONFIRMED, REFUTED, UNDECIDED, UNFINISHED, NOT_TESTABLE)
 NOT_RUN = "not run"
 SET_ASIDE = "set aside"  # status of a training whose seed other arms of an unfinished study lack
-RATE = "learning_rate"  # a setting
+RATE, SPACING = "learning_rate", "checkpoint_every"  # settings
 TUNING = "tuning"  # the names of studies that only choose values begin so
 
 

@@ -23,6 +23,7 @@ from moescope.lab.results import (
     REFUTED,
     SET_ASIDE,
     SIMILAR_COST,
+    SPACING,
     SPECIALISED,
     UNDECIDED,
     VARIANTS,
@@ -431,7 +432,8 @@ def elsewhere(results: Results) -> list[Check]:
         title = f"{wide_title(wide, METHOD)} against {WIDE_BASELINE}"
         title += WORSE if wide_and_worse(results) else ""
         title, found = check(title, wide, METHOD, wide, WIDE_BASELINE)
-        rows.append((title, [*found[:2], None]))  # its checkpoints are further apart
+        spacing = {setting(one, METHOD, SPACING) for one in (wide, main)}
+        rows.append((title, found if len(spacing) == 1 else [*found[:2], None]))  # else not comparable
     return rows
 
 

@@ -12,6 +12,7 @@ from moescope.lab.results import (
     BASELINE,
     METHOD,
     RATE,
+    SPACING,
     WIDE_BASELINE,
     Results,
     arms_by_size,
@@ -28,8 +29,8 @@ from moescope.verb import Tables
 
 
 def settings(info: dict[str, Any]) -> pd.DataFrame:
-    """Return arm, name, value: steps, tokens per step, learning rate, width, options of the router, and
-    whether padding is to be predicted.
+    """Return arm, name, value: steps, tokens per step, checkpoints, learning rate, width, options of the
+    router, and whether padding is to be predicted.
     """
     rows = []
     base = info.get("base", {})
@@ -37,7 +38,7 @@ def settings(info: dict[str, Any]) -> pd.DataFrame:
         over = arm.get("overrides", {})
         train = {**base.get("train", {}), **over.get("train", {})}
         model = {**base.get("model", {}), **over.get("model", {})}
-        values = {name: train.get(name) for name in ("steps", "sequence_length", RATE)} | (
+        values = {name: train.get(name) for name in ("steps", "sequence_length", RATE, SPACING)} | (
             model.get("router_options") or {}
         )
         values["d_model"] = model.get("d_model")
