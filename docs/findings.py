@@ -43,7 +43,7 @@ from moescope.lab.results_claims import (
     arm_claims,
     effect_claims,
     hypotheses,
-    size_rates,
+    size_rates_text,
     verdict_counts,
 )
 from moescope.lab.results_conditions import conditions
@@ -150,7 +150,7 @@ def larger_words(results: Results) -> str:
         found = numbers.over_seeds(numbers.loss_gain(results.sizes, *arms))
         if found and abs(found.mean) > found.half:
             words.append(f"{difference_words(found)} (size {size})")
-    rates = "; learning rates differ" if size_rates(results.sizes) else ""
+    rates = "; learning rates differ" if size_rates_text(results.sizes) else ""
     return f". In larger models it is {listed(words)}, not corrected{rates}." if words else "."
 
 

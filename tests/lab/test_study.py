@@ -32,7 +32,7 @@ from moescope.lab.corpus import corpus_of_sides, read_corpus, training_vocabular
 from moescope.lab.evaluation import mean_loss
 from moescope.lab.study import plan_lines, plan_study, study, timed_models
 from moescope.lab.study_config import read_study, study_from
-from moescope.lab.study_task import free_memory, load_text, prune, run_task, save_text
+from moescope.lab.study_task import free_memory, load_text, measure, prune, run_task, save_text
 from moescope.lab.train import initial_model, make_data, run_training, train
 from moescope.reporting.verb import report
 from moescope.run import Run
@@ -589,23 +589,35 @@ def test_the_text_is_read_once_and_kept_with_the_study(whole: Run, config: Path)
     assert not np.array_equal(*batches)
 
 
-def test_a_measured_training_leaves_no_model_in_memory(config: Path, tmp_path: Path, monkeypatch) -> None:
+def test_a_training_leaves_no_model_in_memory_when_it_is_measured_nor_afterwards(
+    config: Path, tmp_path: Path, monkeypatch
+) -> None:
     """Python does not collect garbage because a GPU is full: the next training would run out of memory."""
+    measured: list[int] = []
     left: list[int] = []
+
+    def models() -> int:
+        return sum(type(thing) is LabModel for thing in gc.get_objects())
+
+    def measure_counted(*given: Any) -> Any:
+        measured.append(models() - before)
+        return measure(*given)
 
     def counted(*given: Any) -> Any:
         result = run_task(*given)
-        left.append(sum(type(thing) is LabModel for thing in gc.get_objects()) - before)
+        left.append(models() - before)
         return result
 
+    monkeypatch.setattr("moescope.lab.study_task.measure", measure_counted)
     monkeypatch.setattr("moescope.lab.study.run_task", counted)
     gc.collect()
-    before = sum(type(thing) is LabModel for thing in gc.get_objects())
+    before = models()
     gc.disable()
     try:
         study(config, out=tmp_path / "study", device="cpu", quiet=True)
     finally:
         gc.enable()
+    assert measured == [0] * 4
     assert left == [0] * 6  # also after the two that diverge
 
 

@@ -136,7 +136,7 @@ def hypotheses(results: Results) -> list[Claim]:
                 "needs both routers at two sizes or more",
             ),
             results.sizes,
-        ).with_reasons(size_rates(results.sizes)),
+        ).with_reasons(size_rates_text(results.sizes)),
         judge(
             "H7",
             "The gain is larger in specialised domains",
@@ -348,7 +348,7 @@ def active_text(tables: Tables, *arms: str) -> str:
     return f"active parameters: {listed([f'{arm} {n / 1e6:.1f} M' for arm, n in active.items()])}"
 
 
-def size_rates(tables: Tables) -> str:
+def size_rates_text(tables: Tables) -> str:
     """Return the learning rates of both routers by size, the smallest first, where they differ."""
     rates = {
         router: [rate for arm in arms_by_size(tables, router) if (rate := setting(tables, arm, RATE))]
