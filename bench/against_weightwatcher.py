@@ -1,4 +1,4 @@
-"""WeightWatcher and moescope on the same weights: seconds a layer for the spectra of its experts.
+"""WeightWatcher and moescope on the same weights: seconds per layer for the spectra of its experts.
 
 Run by `make bench-peer`, which gives WeightWatcher an environment of its own (it brings matplotlib and
 scikit-learn).

@@ -285,7 +285,7 @@ def main() -> None:
     machine = torch.cuda.get_device_name() if cuda else f"CPU, {torch.get_num_threads()} threads"
     print(
         f"{machine}, torch {torch.__version__}: width {size.model.d_model}, {size.model.layers} "
-        f"layers, {size.model.experts} experts of {size.model.d_ff}, {size.model.top_k} a token, "
+        f"layers, {size.model.experts} experts of {size.model.d_ff}, {size.model.top_k} per token, "
         f"batch {size.batch} x {size.length}; medians of {given.rounds} rounds of {given.steps} "
         "steps"
     )
@@ -293,7 +293,9 @@ def main() -> None:
         "grouped products against the loop, largest difference over largest value: "
         f"{check_kernel(given.device)}"
     )
-    print(f"{'':30}{'tokens/s':>12}{'ms a step':>11}{'to transformers':>17}{'peak GB':>9}  waits", flush=True)
+    print(
+        f"{'':30}{'tokens/s':>12}{'ms per step':>13}{'to transformers':>17}{'peak GB':>9}  waits", flush=True
+    )
     rows: list[Row] = []
     for name, make in contestants(given):
         row = measured(name, make, size, given)

@@ -182,7 +182,7 @@ def main() -> None:
     machine = torch.cuda.get_device_name() if given.device == "cuda" else "CPU"
     print(
         f"{machine}, torch {torch.__version__}: width {given.width}, {given.layers} layers, "
-        f"{given.experts} experts of {given.hidden}, {given.k} a token, batch {given.batch} x "
+        f"{given.experts} experts of {given.hidden}, {given.k} per token, batch {given.batch} x "
         f"{given.length}"
     )
     print(f"a step without Monitor            {1000 * usual:9.2f} ms")

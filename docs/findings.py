@@ -29,6 +29,7 @@ from moescope.lab.report_results import (
     checks_tables,
     sources,
 )
+from moescope.lab.report_some import as_published, some_studies, stalled_text, steps_to_learn
 from moescope.lab.report_study import described, study_tables
 from moescope.lab.results import (
     BASELINE,
@@ -41,6 +42,7 @@ from moescope.lab.results import (
 from moescope.lab.results_claims import (
     Claim,
     arm_claims,
+    at_baseline_rates,
     effect_claims,
     hypotheses,
     size_rates_text,
@@ -89,6 +91,9 @@ def render(template: str, studies: list[Tables]) -> str:
         "claims": lambda kind: claims_table(CLAIMS[kind](results)),
         "moving": lambda: moving_choices(results),
         "close": lambda: close_claims(results),
+        "unfinished": lambda: unfinished_words(studies),
+        "stalled": lambda: stalled_words(results),
+        "plateau": lambda: plateau_words(results),
         "checks": lambda: "\n\n".join(
             f"**{one['title']}**\n\n{payload_table(one)}" for one in checks_tables(results)
         ),
@@ -143,15 +148,37 @@ def headline(results: Results) -> str:
 
 
 def larger_words(results: Results) -> str:
-    """Return how SPECTRA compares in models larger than the smallest, as far as intervals tell."""
-    words = []
-    for size in numbers.axis_values(results.sizes, "size")[1:]:
-        arms = [numbers.arm_at(results.sizes, router, "size", size) or "" for router in (METHOD, BASELINE)]
-        found = numbers.over_seeds(numbers.loss_gain(results.sizes, *arms))
-        if found and abs(found.mean) > found.half:
-            words.append(f"{difference_words(found)} (size {size})")
-    rates = "; learning rates differ" if size_rates_text(results.sizes) else ""
-    return f". In larger models it is {listed(words)}, not corrected{rates}." if words else "."
+    """Return how SPECTRA compares in models larger than the smallest: at its own rates, and at equal ones."""
+    sizes = numbers.axis_values(results.sizes, "size")[1:]
+    arms = [
+        [
+            (results.sizes, numbers.arm_at(results.sizes, router, "size", size))
+            for router in (METHOD, BASELINE)
+        ]
+        for size in sizes
+    ]
+    own = {size: losses_apart(*both) for size, both in zip(sizes, arms, strict=True)}
+    known = {size: one for size, one in own.items() if one and abs(one.mean) > one.half}
+    if not known:
+        return "."
+    text = f". In larger models it is {by_size(known)}, not corrected"
+    if not size_rates_text(results.sizes):
+        return f"{text}."
+    found = {size: losses_apart(one, other) for size, one, other in at_baseline_rates(results)}
+    equal = {size: one for size in sizes if (one := found.get(size))}
+    if not equal:
+        return f"{text}; learning rates differ."
+    apart = any(abs(one.mean) > one.half for one in equal.values())
+    how = "it is " if apart else "it is not distinguishable there: "
+    return f"{text}. With the learning rates of `{BASELINE}` for both {how}{by_size(equal)}."
+
+
+def losses_apart(arm: tuple[Tables, str | None], other: tuple[Tables, str | None]) -> Estimate | None:
+    return numbers.paired(*(numbers.by_seed(*one, "validation_loss") for one in (other, arm)))
+
+
+def by_size(found: dict[str, Estimate]) -> str:
+    return listed([f"{difference_words(one)} (size {size})" for size, one in found.items()])
 
 
 def longer_words(results: Results, arm: str) -> str:
@@ -175,6 +202,37 @@ def moving_choices(results: Results) -> str:
                 f"{shares[0]}, after four times the steps {shares[1]} (`{numbers.study_name(tables)}`)"
             )
     return "; ".join(words) or NOT_RUN
+
+
+def stalled_words(results: Results) -> str:
+    """Return how many trainings of SoME's runs stalled, by study and arm."""
+    words = []
+    for tables in some_studies(results):
+        arms = dict.fromkeys(numbers.trainings(tables)["arm"])
+        counts = {arm: text for arm in arms if not (text := stalled_text(tables, arm)).startswith("0 ")}
+        found = ", ".join(f"{arm} {text}" for arm, text in counts.items())
+        words.append(f"{found or 'none'} in `{numbers.study_name(tables)}`")
+    return "; ".join(words) or NOT_RUN
+
+
+def plateau_words(results: Results) -> str:
+    """Return after how many steps each arm has learned more than frequencies, trained without pads."""
+    for tables in some_studies(results):
+        steps = {} if as_published(tables) else steps_to_learn(tables)
+        if steps:
+            return ", ".join(f"{arm} {count:,.0f}" for arm, count in steps.items())
+    return NOT_RUN
+
+
+def unfinished_words(studies: list[Tables]) -> str:
+    """Return what holds while trainings are still to come; empty if all were run."""
+    if not any(numbers.progress(tables, 0) for tables in studies):
+        return ""
+    return (
+        "A study of which trainings are still to come gives no verdict, and its tables show the seeds that "
+        "all its arms have; once it is finished its tests join the correction, so a verdict close to the "
+        "limit may still change. "
+    )
 
 
 def tested_words(found: Estimate | None) -> str:

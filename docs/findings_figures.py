@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 
+import numpy as np
 import pandas as pd
 from charts import Areas, Dots, Lines, Map, Panel, Shares, figure
 
@@ -33,12 +34,13 @@ from moescope.lab.results import (
     Estimate,
     Results,
 )
-from moescope.lab.results_claims import hypotheses
+from moescope.lab.results_claims import at_baseline_rates, hypotheses, size_rates_text
 from moescope.plotting.style import capital
 from moescope.verb import Tables
 
 SHOWN = {METHOD: "SPECTRA", BASELINE: "Switch Top-2"}
 Panels = list[Panel]
+WIDE = 10.0  # times the median interval
 
 
 def chart(anchor: str, results: Results) -> str:
@@ -56,11 +58,16 @@ def hypotheses_panels(results: Results) -> Panels:
 
 
 def pairs_panels(results: Results, subject: str) -> Panels:
+    """Gains with an interval; one far wider than the others has a scale of its own."""
     panels: Panels = []
     for name in map(numbers.study_name, results.others):
         pairs = [(arm, other) for _, arm, other in numbers.ARM_CLAIMS[subject]]
         rows = [(f"{arm} over {other}", results.tests[name, arm, other]) for arm, other in pairs]
-        panels.append(Dots(f"Gain in {name} (nats per token)", [row for row in rows if row[1]], 0.0))
+        known = [(title, one) for title, one in rows if one and math.isfinite(one.half)]
+        limit = WIDE * float(np.median([one.half for _, one in known])) if known else 0.0
+        for wide, ending in ((False, ""), (True, ", wide interval")):
+            shown: list[tuple[str, Estimate | None]] = [row for row in known if (row[1].half > limit) == wide]
+            panels.append(Dots(f"Gain in {name} (nats per token{ending})", shown, 0.0))
     return panels
 
 
@@ -304,6 +311,12 @@ def sizes_panels(results: Results) -> Panels:
                 labels.setdefault(place, size if router == DENSE_ACTIVE else "")
                 points.append((place, loss))
         lines[title] = points
+    lines[f"SPECTRA, rates of {BASELINE}"] = [
+        (math.log2(numbers.by_seed(*one, "parameters_active").mean()), loss)
+        for _, one, _ in at_baseline_rates(results)
+        if size_rates_text(tables) and (loss := numbers.run_value(*one, "validation_loss"))
+    ]
+    lines = {title: points for title, points in lines.items() if points}
     return [Lines("Loss (nats per token) by active parameters, log scale", lines, labels)] if labels else []
 
 
@@ -387,14 +400,22 @@ def some_panels(results: Results) -> Panels:
         pads = "with" if as_published(tables) else "without"
         titles = {f"Loss {pads} pads by epoch": known, "Published loss, with pads, by epoch": published}
         panels += [Lines(title, lines, labels, marks=False) for title, lines in titles.items() if known]
-        keys = tables.get("study_keys")
-        if keys is not None and len(keys):
-            keys = first_seed(keys)
-            limit = float(keys[["x", "y"]].abs().max().max())
-            for arm, of in keys.groupby("arm", sort=False):
-                points = [(x, y, "") for x, y in zip(of["x"], of["y"], strict=True)]
-                panels.append(Map(f"{arm}: keys of the middle layer", points, limit))
+    keys = {run: found for run in RUNS if (found := keys_of(results, run)) is not None}
+    limit = max((float(of[["x", "y"]].abs().max().max()) for _, of in keys.values()), default=1.0)
+    for run, (name, of) in keys.items():
+        points = [(x, y, "") for x, y in zip(of["x"], of["y"], strict=True)]
+        panels.append(Map(f"{run}: keys of the middle layer ({name})", points, limit))
     return panels
+
+
+def keys_of(results: Results, run: str) -> tuple[str, pd.DataFrame] | None:
+    """Return study and keys of the run's first training that did not stall, of the first study with one."""
+    for tables in some_studies(results):
+        keys = tables.get("study_keys", pd.DataFrame(columns=["arm"]))
+        mine = keys[keys["arm"] == run]
+        if len(mine):
+            return numbers.study_name(tables), first_seed(mine)
+    return None
 
 
 MEANS = "Means over seeds with intervals"
@@ -408,7 +429,11 @@ CHARTS: dict[str, tuple[Callable[[Results], Panels], str]] = {
         f"{MEANS}; right of the line the first arm is better.",
     ),
     "some": (partial(pairs_panels, subject="SoME"), f"{MEANS}; right of the line the first arm is better."),
-    "some-runs": (some_panels, "Medians over seeds; keys: two principal axes, first seed."),
+    "some-runs": (
+        some_panels,
+        "Medians over seeds, without stalled trainings; keys: two principal axes, first seed that did not "
+        "stall.",
+    ),
     "significance": (significance_panels, f"{MEANS}, paired by seed; right of the line SPECTRA is better."),
     "performance": (
         performance_panels,

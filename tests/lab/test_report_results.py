@@ -376,6 +376,17 @@ def test_every_arm_of_a_size_has_a_row_in_order_and_worse_ones_are_named():
     assert "top2 L" not in sizes_section(found).text
 
 
+def test_sizes_at_other_rates_stand_below_those_that_count():
+    def sizes(*arms: str) -> dict[str, pd.DataFrame]:
+        axes = [(arm, "size", None, arm.split()[1]) for arm in arms]
+        frame = pd.DataFrame(axes, columns=["arm", "axis", "value", "label"])
+        return {**study({arm: losses_of_five_seeds()["top2"] for arm in arms}), "study_axes": frame}
+
+    found = Results.of([sizes("top2 S", "top2 L", "spectra S"), sizes("spectra L low", "dense L low")])
+    rows = [row[0] for row in sizes_section(found).tables[0]["rows"]]
+    assert rows == ["top2 S *", "top2 L *", "spectra S *", "spectra L low", "dense L low"]
+
+
 def test_a_wide_study_stands_below_the_sizes(tmp_path: Path):
     main = study_run(tmp_path / "main", router_arms(["top2", "spectra"]), 5)
     arms = router_arms(["topk", "spectra"])

@@ -8,7 +8,7 @@ from pathlib import Path
 import pandas as pd
 import pytest
 
-from moescope.lab.report_some import RUNS, epoch_losses, some_section
+from moescope.lab.report_some import RUNS, epoch_losses, some_section, some_studies, steps_to_learn
 from moescope.lab.results import Results
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "some_runs.csv"  # the published table
@@ -68,11 +68,11 @@ def test_published_losses_stand_beside_trainings_on_the_pads_of_such_rows_only()
     rows = {(row[0], row[1]): row[2:] for row in section.tables[0]["rows"]}
     assert next(iter(rows)) == ("some 768", "A4")
     published = rows["some 768", "A4"]
-    assert published[0] == 64
-    assert published[1].startswith("2.0500 ± ")
-    assert published[2].startswith("0.9500 ± ")
-    assert published[3] == "0.7126"
-    assert published[4:10] == [
+    assert published[:2] == [64, "0 of 2"]
+    assert published[2].startswith("2.0500 ± ")
+    assert published[3].startswith("0.9500 ± ")
+    assert published[4] == "0.7126"
+    assert published[5:11] == [
         "0.500 ± 0.000 (0.100)",
         "0.851",
         "3.000 ± 0.000 (6.000)",
@@ -80,9 +80,9 @@ def test_published_losses_stand_beside_trainings_on_the_pads_of_such_rows_only()
         "75.0 ± 0.0 (100.0)",
         "100.0",
     ]
-    assert rows["some 320", "A4"][2:4] == ["none", "none"]
-    assert rows["some 320", "A4"][4:10] == published[4:10]  # use of experts
-    assert rows["some 768", "A4 frozen keys"][3] == "none"
+    assert rows["some 320", "A4"][3:5] == ["none", "none"]
+    assert rows["some 320", "A4"][5:11] == published[5:11]  # use of experts
+    assert rows["some 768", "A4 frozen keys"][4] == "none"
     assert epoch_losses(some_tables(768.0), "A4") == [
         (1.0, pytest.approx(1 / 312 + 0.5)),
         (2.0, pytest.approx(1 / 624 + 0.5)),
@@ -93,9 +93,43 @@ def test_published_losses_stand_beside_trainings_on_the_pads_of_such_rows_only()
 def test_a_model_that_did_not_learn_pads_has_no_loss_with_pads():
     tables = some_tables(768.0, pads=0.0)
     row = some_section(Results.of([tables])).tables[0]["rows"][0]
-    assert row[3].startswith("2.0500 ± ")
-    assert row[4] == "none"
+    assert row[4].startswith("2.0500 ± ")
+    assert row[5] == "none"
     assert epoch_losses(tables, "A4")[0] == (1.0, pytest.approx(1 / 312 + 1.5))
+
+
+def test_stalled_trainings_are_counted_and_left_out_of_every_other_number():
+    tables = some_tables(768.0)
+    losses = {("A4", 0): 2.0, ("A4", 1): 5.9, ("A4 frozen keys", 0): 5.9, ("A4 frozen keys", 1): 6.1}
+    runs = tables["study_runs"].assign(unigram_loss=6.0)
+    runs["validation_loss"] = [losses[pair] for pair in zip(runs["arm"], runs["seed"], strict=True)]
+    tables = {**tables, "study_runs": runs}
+    tables["study_layers"].loc[tables["study_layers"]["seed"] == 1, "value"] = 0.9
+    results = Results.of([tables])
+    rows = {row[1]: row for row in some_section(results).tables[0]["rows"]}
+    assert rows["A4"][2:7] == [64, "1 of 2", "2.0000", "0.9000", "0.7126"]
+    assert rows["A4"][7] == "0.500 (0.100)"
+    assert rows["A4 frozen keys"][3:6] == ["2 of 2", "stalled", "none"]
+    assert epoch_losses(some_studies(results)[0], "A4")[0] == (1.0, pytest.approx(1 / 312))
+
+
+def test_an_arm_has_learned_at_the_first_step_that_is_clearly_below_the_unigram_baseline():
+    rows = {
+        ("A4", 0): (6.1, 5.8, 5.6, 2.0),
+        ("A4", 1): (6.1, 5.9, 5.8, 2.0),
+        ("A4 dense", 0): (6.1, 3.0, 5.8, 2.0),
+    }
+    curves = pd.DataFrame(
+        [
+            {"arm": arm, "seed": seed, "step": 10 * at, "train_loss": loss}
+            for (arm, seed), losses in rows.items()
+            for at, loss in enumerate(losses)
+        ]
+    )
+    runs = pd.DataFrame(list(rows), columns=["arm", "seed"])
+    runs = runs.assign(status="done", question="main", validation_loss=2.0, unigram_loss=6.0)
+    assert steps_to_learn({"study_curves": curves, "study_runs": runs}) == {"A4": 25.0, "A4 dense": 10.0}
+    assert steps_to_learn({"study_runs": runs}) == {}
 
 
 def test_without_runs_the_published_ones_stand_alone():

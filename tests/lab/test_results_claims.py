@@ -628,3 +628,47 @@ def test_a_training_no_better_than_the_unigram_baseline_counts_as_failed():
         h1 = hypotheses(Results.of([tables]))[0]
         assert (h1.verdict, h1.number.seeds) == (verdict, 5)
         assert h1.why == "1 training of these arms failed or did not beat the unigram baseline"
+
+
+def at_one_rate() -> list[dict[str, pd.DataFrame]]:
+    """Sizes S and L: worse at L at SPECTRA's own rate, and nearly equal at that of top2."""
+    sizes = sized(
+        {
+            **{"top2 S": 3.0 + NOISE, "top2 L half": 2.8 - NOISE},
+            **{"spectra S": 2.9 + NOISE, "spectra L": 2.85 + NOISE},
+        }
+    ).sizes
+    rates = sizes["study_settings"]
+    rates.loc[rates["arm"] == "spectra S", "value"] = 0.004
+    at_rate = sized({"spectra L half": 2.77 + NOISE, "dense L half": 2.0 + NOISE}).sizes
+    controls = study({"top2": list(3.0 + NOISE), "spectra at the rate of top2": list(2.95 - NOISE)})
+    return [sizes, at_rate, with_settings(controls, learning_rate=0.002)]
+
+
+def test_h6_gives_its_number_at_the_rates_of_the_baseline_if_every_size_has_it():
+    h6 = hypotheses(Results.of(at_one_rate()))[5]
+    assert h6.number.mean == pytest.approx(-0.05 - 0.1, abs=2e-3)  # one doubling
+    expected = stats.ttest_1samp((0.03 - 2 * NOISE) - (0.05 + 2 * NOISE), 0.0).confidence_interval()
+    half = (expected.high - expected.low) / 2
+    assert h6.why.endswith(f"both at those of top2: −0.0200 ± {half:.4f}, 5 seeds")
+    sizes, at_rate, controls = at_one_rate()
+    for lacking in ([sizes, at_rate], [sizes, controls]):
+        assert "both at those" not in hypotheses(Results.of(lacking))[5].why
+    controls["study_runs"]["parameters_active"] = 1200  # of no size
+    assert "both at those" not in hypotheses(Results.of([sizes, at_rate, controls]))[5].why
+
+
+def test_a_reversal_says_what_the_number_is_there_at_one_rate_and_stays():
+    main = study(losses_of_five_seeds())
+    h1 = hypotheses(Results.of([main, *at_one_rate()]))[0]
+    assert h1.verdict == "undecided"
+    assert h1.why == "other sign elsewhere: size L (both at rate 0.001: 0.030 ± 0.005)"
+
+
+def test_one_training_far_from_the_others_is_named_with_the_median():
+    losses = {"A4": list(2.6 + NOISE), "B3": list(2.62 - NOISE)}
+    assert arm_claims(Results.of([study(losses)]), "SoME")[0].why == ""
+    losses["B3"][2] = 4.6
+    claim = arm_claims(Results.of([study(losses)]), "SoME")[0]
+    assert claim.why.endswith("median −0.024; seed 2: −1.997")
+    assert claim.verdict == "undecided"

@@ -63,14 +63,16 @@ def sizes_section(results: Results) -> Section:
         size_row(sizes, arm, f"{arm} *" if arm in counting else arm)
         for arm in numbers.on_axis(sizes, "size")["arm"]
     ]
+    others = results.size_rates
+    rows += [size_row(others, arm, arm) for arm in numbers.on_axis(others, "size")["arm"]]
     rows += [
         size_row(wide, arm, f"{arm}, {wide_title(wide, arm)}")
         for arm in (numbers.WIDE_BASELINE, METHOD)
         if wide
     ]
     text = (
-        "Of several arms of a router and size, that of the lowest learning rate counts (marked *); H6 tests "
-        "them. "
+        "Of several arms of a router and size, that of the lowest learning rate of one study counts (marked "
+        "*); H6 tests them. "
     )
     worse = numbers.worse_than_smaller(sizes) if sizes else []
     worse += [f"{arm}, {wide_title(wide, arm)}" for arm in wide_and_worse(results)]

@@ -14,6 +14,8 @@ from moescope.verb import Section, Tables
 
 FIRST = "A4"
 NONE = "none"  # a router without keys, a row without pads, a run that was not published
+STALLED = "stalled"
+LEARNED = 0.95  # of the unigram baseline: a final loss above it has learned hardly anything
 PUBLISHED_LENGTH = 768  # tokens per row; pads among them count in the published loss
 
 
@@ -45,9 +47,27 @@ RUNS = {
 
 
 def some_studies(results: Results) -> list[Tables]:
-    """Return the studies that have SoME's runs, those trained on pads too, as published, first."""
+    """Return the studies that have SoME's runs without stalled trainings, those trained on pads first."""
     found = [tables for tables in results.others if FIRST in numbers.finished_arms(tables)]
-    return sorted(found, key=lambda tables: not as_published(tables))
+    return sorted(map(without_stalled, found), key=lambda tables: not as_published(tables))
+
+
+def without_stalled(tables: Tables) -> Tables:
+    """Return the tables without the rows of trainings that learned hardly more than token frequencies."""
+    runs = numbers.with_aside(numbers.trainings(tables))
+    if "unigram_loss" not in runs:
+        return tables
+    stalled = (runs["status"] == "done") & (runs["validation_loss"] > LEARNED * runs["unigram_loss"])
+    return numbers.counted(
+        {**tables, "study_runs": runs.assign(status=runs["status"].mask(stalled, STALLED))}
+    )
+
+
+def stalled_text(tables: Tables, arm: str) -> str:
+    """Return "1 of 2": stalled trainings of the arm, of those that were run."""
+    runs = numbers.trainings(tables)
+    status = runs.loc[(runs["arm"] == arm) & (runs["status"] != NOT_RUN), "status"]
+    return f"{int((status == STALLED).sum())} of {len(status)}"
 
 
 def as_published(tables: Tables) -> bool:
@@ -60,6 +80,7 @@ def some_section(results: Results) -> Section:
         ("study", "study", "text"),
         ("arm", "run", "text"),
         ("experts", "experts", "int"),
+        ("stalled", STALLED, "text"),
         ("study_runs.validation_loss", "loss without pads ± 95 %", "text"),
         ("validation_loss_published", "loss with pads ± 95 %", "text"),
         ("published", "published", "text"),
@@ -79,12 +100,13 @@ def some_section(results: Results) -> Section:
         "Stories in another language than the published ones: compare curves, use and order, not losses. Use "
         "and keys are of the middle layer, use in the last window of training. Published losses count pads "
         f"of rows of {PUBLISHED_LENGTH} tokens, so they stand beside trainings on such rows only; the "
-        "published use of experts, pads included, stands beside all. "
+        "published use of experts, pads included, stands beside all. Stalled: a final loss less than a "
+        "twentieth below the unigram baseline; the other columns leave such trainings out. "
     )
     if not rows:
         text += "Not run: no study on this page has these arms."
         rows = [
-            [NOT_RUN, run, one.experts, NOT_RUN, NOT_RUN, *published_cells(one)] for run, one in RUNS.items()
+            [NOT_RUN, run, one.experts, *[NOT_RUN] * 3, *published_cells(one)] for run, one in RUNS.items()
         ]
     table = plain_table("results_some_runs", "SoME's runs", heads, rows)
     return section("some-runs", "SoME's runs", text.strip(), table)
@@ -115,14 +137,27 @@ def run_cells(tables: Tables, arm: str) -> list[Any]:
         for part in (cell(one, 3 if scale == 1.0 else 1, scale) if one else NONE, other)
     ]
     cosine = numbers.layer_value(tables, arm, "key_cosine")
+    status = set(numbers.trainings(tables).set_index("arm").loc[[arm], "status"])
     return [
-        int(experts.iloc[0]) if len(experts) else None,
-        arm_cell(tables, arm, loss, 4, chance=False),
+        int(experts.iloc[0]) if len(experts) else same and same.experts,
+        stalled_text(tables, arm),
+        STALLED if status == {STALLED} else arm_cell(tables, arm, loss, 4, chance=False),
         cell(padded, 4, chance=False) if padded and padded_rows else NONE,  # else pads were not learned
         beside[0],
         *use,
         cell(cosine) if cosine else NONE,
     ]
+
+
+def steps_to_learn(tables: Tables) -> dict[str, float]:
+    """Return the median over seeds of the first step at which training has learned more than frequencies."""
+    curves, runs = tables.get("study_curves"), numbers.finished(tables)
+    if curves is None or "unigram_loss" not in runs:
+        return {}
+    levels = runs.set_index(["arm", "seed"])["unigram_loss"] * LEARNED
+    rows = curves.join(levels.rename("level"), on=["arm", "seed"])
+    first = rows[rows["train_loss"] < rows["level"]].groupby(["arm", "seed"], sort=False)["step"].min()
+    return {str(arm): float(steps) for arm, steps in first.groupby(level=0, sort=False).median().items()}
 
 
 def published_cells(one: Published) -> list[str]:

@@ -653,17 +653,21 @@ def block_milliseconds(tables: Tables, router: str) -> float | None:
 
 
 def size_slopes(tables: Tables) -> pd.Series:
-    """Return the change of the gain over the baseline per doubling of active parameters, a line per seed."""
-    gains, doublings = [], []
+    """Return the change of the gain over the baseline per doubling of active parameters, by seed."""
+    gains = {}
     for size in axis_values(tables, "size"):
         method, baseline = (arm_at(tables, arm, "size", size) or "" for arm in (METHOD, BASELINE))
         gain = loss_gain(tables, method, baseline)
         if gain.notna().any():
-            gains.append(gain)
-            doublings.append(math.log2(by_seed(tables, baseline, "parameters_active").iloc[0]))
-    rows = pd.concat(gains, axis=1).dropna() if len(gains) > 1 else pd.DataFrame()
-    slopes = np.polyfit(doublings, rows.to_numpy(float).T, 1)[0] if len(rows) else []
-    return pd.Series(slopes, rows.index, dtype=float)
+            gains[by_seed(tables, baseline, "parameters_active").iloc[0]] = gain
+    return slopes(gains)
+
+
+def slopes(gains: dict[float, pd.Series]) -> pd.Series:
+    """Return the slope of a line per seed through the gains, per doubling of the active parameters."""
+    rows = pd.concat(gains.values(), axis=1).dropna() if len(gains) > 1 else pd.DataFrame()
+    found = np.polyfit(np.log2(list(gains)), rows.to_numpy(float).T, 1)[0] if len(rows) else []
+    return pd.Series(found, rows.index, dtype=float)
 
 
 def arms_by_size(tables: Tables, router: str) -> list[str]:

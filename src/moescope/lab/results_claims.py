@@ -43,12 +43,14 @@ from moescope.lab.results import (
     layer_means,
     layer_value,
     layer_values,
+    loss_gain,
     on_axis,
     over_seeds,
     paired,
     progress,
     run_value,
     setting,
+    slopes,
     study_name,
     tested_predictors,
     trainings,
@@ -60,7 +62,9 @@ from moescope.plotting.style import counted, listed
 from moescope.verb import Tables
 
 DISTINCTNESS = "output_orthogonality"  # metric of study_layers
+BOTH_AT = "both at rate"
 WORSE = " (worse than smaller models)"
+FAR = 3.0  # median distances to the median that a mean may be away from it
 FEWEST = 20  # documents for a claim about the outputs of experts
 
 
@@ -136,7 +140,7 @@ def hypotheses(results: Results) -> list[Claim]:
                 "needs both routers at two sizes or more",
             ),
             results.sizes,
-        ).with_reasons(size_rates_text(results.sizes)),
+        ).with_reasons(size_rates_text(results.sizes), slope_text(results)),
         judge(
             "H7",
             "The gain is larger in specialised domains",
@@ -165,7 +169,8 @@ def arm_claims(results: Results, subject: str) -> list[Claim]:
                 judge(name, claim, measure, found[name, arm, other], ""), tables, arm, other
             )
             rates = rates_text(tables, arm, other), same_rate(results, tables, arm, other)
-            claims.append(one.with_reasons(*rates, active_text(tables, arm, other)))
+            outlier = outlier_text(loss_gain(tables, arm, other))
+            claims.append(one.with_reasons(outlier, *rates, active_text(tables, arm, other)))
         if not compared:
             failed = [
                 part for tables in results.others for part in no_better_than_unigram(tables, arm, other)
@@ -340,6 +345,16 @@ def rates_text(tables: Tables, *arms: str) -> str:
     return f"learning rates: {listed([f'{arm} {rate:g}' for arm, rate in rates.items()])}"
 
 
+def outlier_text(values: pd.Series) -> str:
+    """Return the median where a seed far from the others moves the mean, else nothing."""
+    values = values.dropna()
+    away = (values - values.median()).abs()
+    if not abs(values.mean() - values.median()) > FAR * away.median():
+        return ""
+    far = int(away.idxmax())
+    return f"median {values.median():.3f}; seed {far}: {values[far]:.3f}".replace("-", "−")
+
+
 def active_text(tables: Tables, *arms: str) -> str:
     """Return the active parameters where they differ by more than a twentieth, else nothing."""
     active = {arm: by_seed(tables, arm, "parameters_active").mean() for arm in arms}
@@ -360,7 +375,43 @@ def size_rates_text(tables: Tables) -> str:
     return f"learning rates, the smallest model first: {' and '.join(words)}"
 
 
+def slope_text(results: Results) -> str:
+    """Return H6's number with the rates of the baseline for both routers, where rates differ.
+
+    Nothing unless every size was trained so.
+    """
+    if not size_rates_text(results.sizes):
+        return ""
+    gains = {
+        by_seed(*other, "parameters_active").iloc[0]: by_seed(*other, "validation_loss")
+        - by_seed(*one, "validation_loss")
+        for _, one, other in at_baseline_rates(results)
+    }
+    found = over_seeds(slopes(gains))
+    if found is None or len(gains) < len(axis_values(results.sizes, "size")):
+        return ""
+    return f"both at those of {BASELINE}: {interval(found, 4)}, {counted(found.seeds, 'seed')}"
+
+
 Arm = tuple[Tables, str]
+
+
+def at_baseline_rates(results: Results) -> list[tuple[str, Arm, Arm]]:
+    """Return size and arms of both routers at the learning rate of the baseline, as far as they were run.
+
+    The controls are of the size that has as many active parameters.
+    """
+    found: list[tuple[str, Arm, Arm]] = []
+    controls = [(results.controls, arm) for arm in (AT_BASELINE_RATE, BASELINE)]
+    for size in axis_values(results.sizes, "size"):
+        baseline = results.sizes, arm_at(results.sizes, BASELINE, "size", size) or ""
+        pairs = equal_rates([results.sizes, results.size_rates], size)
+        active = [by_seed(*arm, "parameters_active").mean() for arm in (baseline, controls[1])]
+        if active[0] == active[1]:
+            pairs.append((setting(*controls[1], RATE) or 0.0, controls[0], controls[1]))
+        same = [(one, other) for rate, one, other in pairs if rate == setting(*baseline, RATE)]
+        found += [(size, *both) for both in same[:1]]
+    return found
 
 
 def equal_rates(studies: list[Tables], size: str) -> list[tuple[float, Arm, Arm]]:
@@ -424,7 +475,7 @@ def elsewhere(results: Results) -> list[Check]:
             rows.append(check(title + (WORSE if worse else ""), tables, arms[0], tables, arms[1]))
             pairs = equal_rates([sizes, other_rates], place) if axis == "size" else []
             rows += [
-                check(f"{title}, both at rate {rate:g}", *one, *other)
+                check(f"{title}, {BOTH_AT} {rate:g}", *one, *other)
                 for rate, one, other in pairs
                 if one[0] is not sizes or [one[1], other[1]] != arms
             ]
@@ -447,16 +498,24 @@ def check(title: str, tables: Tables, arm: str | None, others: Tables, other: st
 
 
 def require_no_reversal(claim: Claim, others: list[Check], at: int) -> Claim:
-    """Leave a claim undecided where another study has the other sign, both beyond their intervals."""
+    """Leave a claim undecided where another study has the other sign, both beyond their intervals.
+
+    Adds what the number is there with one learning rate for both routers, which decides nothing.
+    """
     own = claim.number
     if own is None or not abs(own.mean) > own.half:
         return claim
     sign = math.copysign(1.0, own.mean)
-    places = [
-        title
-        for title, found in others
-        if (one := found[at]) and one.seeds >= MIN_SEEDS and sign * one.mean + one.half < 0
-    ]
+    places = []
+    for title, found in others:
+        one = found[at]
+        if one and one.seeds >= MIN_SEEDS and sign * one.mean + one.half < 0:
+            equal = [
+                f"{name.removeprefix(title + ', ')}: {interval(number)}"
+                for name, numbers in others
+                if name.startswith(f"{title}, {BOTH_AT}") and (number := numbers[at])
+            ]
+            places.append(title + (f" ({'; '.join(equal)})" if equal else ""))
     return claim.undecided().with_reasons(f"other sign elsewhere: {', '.join(places)}") if places else claim
 
 
@@ -482,9 +541,9 @@ def measured_consistency(tables: Tables, arm: str | None) -> pd.Series:
     return consistency_beyond_chance(tables, arm)
 
 
-def interval(found: Estimate) -> str:
-    half = f" ± {found.half:.3f}" if math.isfinite(found.half) else ""
-    return f"{found.mean:.3f}{half}".replace("-", "−")
+def interval(found: Estimate, decimals: int = 3) -> str:
+    half = f" ± {found.half:.{decimals}f}" if math.isfinite(found.half) else ""
+    return f"{found.mean:.{decimals}f}{half}".replace("-", "−")
 
 
 def cost(results: Results) -> Claim:
