@@ -308,7 +308,7 @@ def main() -> None:
         ratio = f"{row.tokens_per_second / theirs:.2f}" if theirs else "-"
         print(
             (
-                f"{row.name:30}{row.tokens_per_second:12,.0f}{row.step_ms:11.1f}{ratio:>17}"
+                f"{row.name:30}{row.tokens_per_second:12,.0f}{row.step_ms:13.1f}{ratio:>17}"
                 f"{row.peak_gb:9.1f}  {row.error or row.waits}"
             ),
             flush=True,
