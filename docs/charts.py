@@ -39,6 +39,8 @@ class Dots:
         far = outlier(known)
         ends = [end for one in known if one is not far for end in (one.low, one.high, one.mean, one.chance)]
         low, high, ticks = axis([*ends, self.line])
+        if far and low <= far.mean <= high:  # the line made room for it
+            far = None
         left = min(LETTER * max(len(name) for name, _ in rows) + 8, 160)
 
         def x(value: float) -> float:
@@ -82,6 +84,7 @@ class Lines:
     series: dict[str, list[Point]]
     labels: dict[float, str]  # of the x axis
     marks: bool = True
+    apart: bool = True  # points of one place are drawn side by side
 
     def svg(self) -> str:
         points = [point for of in self.series.values() for point in of]
@@ -112,9 +115,7 @@ class Lines:
         ]
         for line, (name, of) in enumerate(self.series.items()):
             colour, (start, level) = COLOURS[line % len(COLOURS)], places[line]
-            shift = (
-                4 * (line - (len(self.series) - 1) / 2) if self.marks else 0.0
-            )  # so that intervals are apart
+            shift = 4 * (line - (len(self.series) - 1) / 2) if self.marks and self.apart else 0.0
             found = [(x(place) + shift, one) for place, one in of]
             path = " ".join(f"{at:.1f},{y(one.mean):.1f}" for at, one in found)
             parts += [

@@ -29,7 +29,7 @@ from moescope.lab.report_results import (
     checks_tables,
     sources,
 )
-from moescope.lab.report_some import as_published, some_studies, stalled_text, steps_to_learn
+from moescope.lab.report_some import RUNS, as_published, some_studies, steps_to_learn
 from moescope.lab.report_study import described, study_tables
 from moescope.lab.results import (
     BASELINE,
@@ -48,8 +48,8 @@ from moescope.lab.results_claims import (
     size_rates_text,
     verdict_counts,
 )
-from moescope.lab.results_conditions import conditions
-from moescope.lab.study_statistics import LEVEL
+from moescope.lab.results_conditions import conditions, stalled_text
+from moescope.lab.study_statistics import LEVEL, MIN_SEEDS
 from moescope.plotting.style import counted, listed, number
 from moescope.run import Run
 from moescope.verb import Payload, Tables
@@ -94,6 +94,7 @@ def render(template: str, studies: list[Tables]) -> str:
         "unfinished": lambda: unfinished_words(studies),
         "stalled": lambda: stalled_words(results),
         "plateau": lambda: plateau_words(results),
+        "published": lambda: published_words(results),
         "checks": lambda: "\n\n".join(
             f"**{one['title']}**\n\n{payload_table(one)}" for one in checks_tables(results)
         ),
@@ -161,16 +162,19 @@ def larger_words(results: Results) -> str:
     known = {size: one for size, one in own.items() if one and abs(one.mean) > one.half}
     if not known:
         return "."
-    text = f". In larger models it is {by_size(known)}, not corrected"
-    if not size_rates_text(results.sizes):
-        return f"{text}."
+    rates = size_rates_text(results.sizes)
+    where = "In larger models" + (", at learning rates tuned at the smallest," if rates else "")
+    text = f". {where} it is {by_size(known)}"
     found = {size: losses_apart(one, other) for size, one, other in at_baseline_rates(results)}
-    equal = {size: one for size in sizes if (one := found.get(size))}
-    if not equal:
-        return f"{text}; learning rates differ."
+    equal = {size: one for size in sizes if (one := found.get(size)) and one.seeds >= MIN_SEEDS}
+    if not rates or not equal:
+        return f"{text} (not corrected)."
     apart = any(abs(one.mean) > one.half for one in equal.values())
-    how = "it is " if apart else "it is not distinguishable there: "
-    return f"{text}. With the learning rates of `{BASELINE}` for both {how}{by_size(equal)}."
+    differences = listed(
+        [f"{estimate_text(one, 3, chance=False)} (size {size})" for size, one in equal.items()]
+    )
+    end = "" if apart else ": not distinguishable"
+    return f"{text}; at those of `{BASELINE}` for both its gain is {differences}{end} (not corrected)."
 
 
 def losses_apart(arm: tuple[Tables, str | None], other: tuple[Tables, str | None]) -> Estimate | None:
@@ -208,11 +212,17 @@ def stalled_words(results: Results) -> str:
     """Return how many trainings of SoME's runs stalled, by study and arm."""
     words = []
     for tables in some_studies(results):
-        arms = dict.fromkeys(numbers.trainings(tables)["arm"])
-        counts = {arm: text for arm in arms if not (text := stalled_text(tables, arm)).startswith("0 ")}
-        found = ", ".join(f"{arm} {text}" for arm, text in counts.items())
+        counts = {arm: stalled_text(tables, arm) for arm in dict.fromkeys(numbers.trainings(tables)["arm"])}
+        found = ", ".join(f"{arm} {text}" for arm, text in counts.items() if text)
         words.append(f"{found or 'none'} in `{numbers.study_name(tables)}`")
     return "; ".join(words) or NOT_RUN
+
+
+def published_words(results: Results) -> str:
+    """Return the final losses of the published runs, where they stand beside ours."""
+    if not some_studies(results):
+        return NOT_RUN
+    return ", ".join(f"{run} {one.losses[-1]:.4f}" for run, one in RUNS.items())
 
 
 def plateau_words(results: Results) -> str:
@@ -220,7 +230,8 @@ def plateau_words(results: Results) -> str:
     for tables in some_studies(results):
         steps = {} if as_published(tables) else steps_to_learn(tables)
         if steps:
-            return ", ".join(f"{arm} {count:,.0f}" for arm, count in steps.items())
+            words = "; ".join(f"{arm} {text}" for arm, text in steps.items())
+            return f"{words} (`{numbers.study_name(tables)}`)"
     return NOT_RUN
 
 

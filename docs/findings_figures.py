@@ -35,7 +35,7 @@ from moescope.lab.results import (
     Results,
 )
 from moescope.lab.results_claims import at_baseline_rates, hypotheses, size_rates_text
-from moescope.plotting.style import capital
+from moescope.plotting.style import capital, counted
 from moescope.verb import Tables
 
 SHOWN = {METHOD: "SPECTRA", BASELINE: "Switch Top-2"}
@@ -317,7 +317,11 @@ def sizes_panels(results: Results) -> Panels:
         if size_rates_text(tables) and (loss := numbers.run_value(*one, "validation_loss"))
     ]
     lines = {title: points for title, points in lines.items() if points}
-    return [Lines("Loss (nats per token) by active parameters, log scale", lines, labels)] if labels else []
+    return (
+        [Lines("Loss (nats per token) by active parameters, log scale", lines, labels, apart=False)]
+        if labels
+        else []
+    )
 
 
 def sweep_panels(results: Results) -> Panels:
@@ -388,8 +392,11 @@ def some_panels(results: Results) -> Panels:
     panels: Panels = []
     for tables in some_studies(results)[:1]:
         series = {
-            run: [(epoch, Estimate(loss, math.nan, 0)) for epoch, loss in epoch_losses(tables, run)]
+            f"{run}, {counted(len(seeds), 'seed')}": [
+                (epoch, Estimate(loss, math.nan, 0)) for epoch, loss in epoch_losses(tables, run)
+            ]
             for run in RUNS
+            if len(seeds := numbers.by_seed(tables, run, "validation_loss"))
         }
         published = {
             run: [(epoch, Estimate(loss, math.nan, 0)) for epoch, loss in enumerate(one.losses, 1)]
@@ -400,21 +407,23 @@ def some_panels(results: Results) -> Panels:
         pads = "with" if as_published(tables) else "without"
         titles = {f"Loss {pads} pads by epoch": known, "Published loss, with pads, by epoch": published}
         panels += [Lines(title, lines, labels, marks=False) for title, lines in titles.items() if known]
-    keys = {run: found for run in RUNS if (found := keys_of(results, run)) is not None}
+    keys = {run: found for run in RUNS if (found := keys_of(results, run)) and len(found[1])}
     limit = max((float(of[["x", "y"]].abs().max().max()) for _, of in keys.values()), default=1.0)
     for run, (name, of) in keys.items():
         points = [(x, y, "") for x, y in zip(of["x"], of["y"], strict=True)]
-        panels.append(Map(f"{run}: keys of the middle layer ({name})", points, limit))
+        panels.append(Map(f"{run}: keys ({name})", points, limit))
     return panels
 
 
 def keys_of(results: Results, run: str) -> tuple[str, pd.DataFrame] | None:
-    """Return study and keys of the run's first training that did not stall, of the first study with one."""
+    """Return study and seed, and keys, of the run's training of median loss, of the first study with one."""
     for tables in some_studies(results):
-        keys = tables.get("study_keys", pd.DataFrame(columns=["arm"]))
-        mine = keys[keys["arm"] == run]
-        if len(mine):
-            return numbers.study_name(tables), first_seed(mine)
+        keys = tables.get("study_keys", pd.DataFrame(columns=["arm", "seed"]))
+        losses = numbers.by_seed(tables, run, "validation_loss").sort_values()
+        if len(losses):
+            seed = losses.index[len(losses) // 2]
+            mine = keys[(keys["arm"] == run) & (keys["seed"] == seed)]
+            return f"{numbers.study_name(tables)}, seed {seed}", mine
     return None
 
 
@@ -431,10 +440,12 @@ CHARTS: dict[str, tuple[Callable[[Results], Panels], str]] = {
     "some": (partial(pairs_panels, subject="SoME"), f"{MEANS}; right of the line the first arm is better."),
     "some-runs": (
         some_panels,
-        "Medians over seeds, without stalled trainings; keys: two principal axes, first seed that did not "
-        "stall.",
+        "Medians over seeds, without stalled trainings; keys: two principal axes, training of median loss.",
     ),
-    "significance": (significance_panels, f"{MEANS}, paired by seed; right of the line SPECTRA is better."),
+    "significance": (
+        significance_panels,
+        f"{MEANS}, paired by seed; right of the line SPECTRA is better. Gap closure: more is better.",
+    ),
     "performance": (
         performance_panels,
         f"{MEANS}; of losses less is better, of accuracies more; grey: chance. Rows by overall loss.",
@@ -446,7 +457,10 @@ CHARTS: dict[str, tuple[Callable[[Results], Panels], str]] = {
     "overhead": (overhead_panels, "Median time of a forward pass in training mode."),
     "bases": (bases_panels, f"{MEANS}, paired by seed; left of the line is better than {BASELINE}."),
     "experts": (experts_panels, f"{MEANS}; grey: chance, or balanced load."),
-    "sizes": (sizes_panels, f"{MEANS}; learning rates tuned at S, divided as the width grows."),
+    "sizes": (
+        sizes_panels,
+        f"{MEANS}; learning rates tuned at S, divided as the width grows; dense: those of SPECTRA.",
+    ),
     "sweep": (sweep_panels, f"{MEANS}; the line is the target, grey is balanced random routing."),
     "stability": (stability_panels, f"{MEANS}; lines: ideal."),
     "figure-arms-validation-loss-by-step": (

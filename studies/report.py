@@ -15,14 +15,17 @@ import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).parents[1] / "docs"))
 sys.path.insert(0, str(Path(__file__).parent))
 import designs
+import findings
 import pandas as pd
 import run
 
 import moescope
+from moescope.lab.results import Results
 from moescope.lab.study_config import read_study
-from moescope.lab.study_statistics import compare
+from moescope.lab.study_statistics import compare, final_slope
 from moescope.lab.tables import TABLES
 from moescope.run import write_table
 from moescope.tables import read_parquet
@@ -43,9 +46,11 @@ def rebuild(folder: Path) -> None:
 def with_later_columns(runs: pd.DataFrame, run: Path) -> pd.DataFrame:
     """Fill columns that studies of November 2026 did not store yet.
 
-    The chance level of consistency is then that of the last checkpoint's loads on the test documents, and
-    outputs of experts were compared on the first 512 tokens, which are of one document.
+    The final slope of few evaluations is that of the last two. The chance level of consistency is then that
+    of the last checkpoint's loads on the test documents, and outputs of experts were compared on the first
+    512 tokens, which are of one document.
     """
+    runs = with_slopes(runs, run)
     if "study_loads" not in {file.stem for file in run.glob("*.parquet")}:
         return runs
     loads = read_parquet(str(run / "study_loads.parquet"), TABLES["study_loads"])
@@ -70,6 +75,17 @@ def with_later_columns(runs: pd.DataFrame, run: Path) -> pd.DataFrame:
     )
 
 
+def with_slopes(runs: pd.DataFrame, run: Path) -> pd.DataFrame:
+    if not (run / "study_curves.parquet").exists():
+        return runs
+    curves = read_parquet(str(run / "study_curves.parquet"), TABLES["study_curves"])
+    found = {
+        pair: final_slope(rows, int(rows["step"].max())) for pair, rows in curves.groupby(["arm", "seed"])
+    }
+    missing = [found.get(pair) for pair in zip(runs["arm"], runs["seed"], strict=True)]
+    return runs.assign(loss_slope=runs["loss_slope"].fillna(pd.Series(missing, runs.index, dtype=float)))
+
+
 def update(file: Path, write: Callable[[Path], object]) -> None:
     """Write a file anew, but leave it as it is where only its bytes would change."""
     with tempfile.TemporaryDirectory() as scratch:
@@ -81,11 +97,11 @@ def update(file: Path, write: Callable[[Path], object]) -> None:
 
 # --- READMEs
 
-BEGIN, END = "<!-- written by studies/report.py -->", "<!-- end -->"
+END = "<!-- end -->"
 
 
 def write_readmes(store: Path) -> None:
-    """Write each study's README.md, and the table of all studies in that of the folder."""
+    """Write each study's README.md, and in that of the folder what came out and the table of all studies."""
     lines = ["| study | question | trainings | wall time | machine | date |", "|---|---|---|---|---|---|"]
     for name, question in designs.QUESTIONS.items():
         if not (store / name / "study.toml").exists():
@@ -99,9 +115,17 @@ def write_readmes(store: Path) -> None:
         lines.append(f"| {' | '.join(cells)} |")
     readme = store / "README.md"
     if readme.exists():
-        before, _, rest = readme.read_text().partition(BEGIN)
-        after = rest.partition(END)[2]
-        readme.write_text("\n".join([f"{before}{BEGIN}", *lines, f"{END}{after}"]))
+        text = filled(
+            readme.read_text(), "came out", findings.headline(Results.of(findings.read_results(store)))
+        )
+        readme.write_text(filled(text, "was run", "\n".join(lines)))
+
+
+def filled(text: str, name: str, block: str) -> str:
+    """Return the text with the block between its marks."""
+    begin = f"<!-- what {name}: written by studies/report.py -->"
+    before, _, rest = text.partition(begin)
+    return f"{before}{begin}\n{block}\n{END}{rest.partition(END)[2]}"
 
 
 def readme_facts(folder: Path) -> dict[str, str]:

@@ -17,6 +17,7 @@ import pandas as pd
 import pytest
 from scipy import stats
 
+from lab.shared_results import NOISE, sizes_at_one_rate, study
 from lab.study_runs import more_arms, router_arms, study_run, write_table
 from moescope.lab.report_study import overlay
 from moescope.run import Run
@@ -204,6 +205,15 @@ def test_a_value_far_from_all_others_is_written_at_the_edge(findings: ModuleType
     assert [one.text for one in drawn.iter("text") if "→" in one.text] == ["3.96 →"]
 
 
+def test_a_far_value_for_which_the_line_makes_room_is_drawn(findings: ModuleType):
+    values = [0.70, 0.72, 0.73, 0.75, 0.77, 1.0]
+    rows = [(f"arm {value}", findings.Estimate(value, 0.001, 5)) for value in values]
+    drawn = ElementTree.fromstring(sys.modules["charts"].Dots("consistency", rows, 1.0).svg())
+    places = [float(one.get("cx")) for one in drawn.iter("circle")]
+    assert len(places) == len(values)
+    assert places[-1] == max(places)
+
+
 def test_the_routers_page_lists_losses_paired_with_the_reference(findings: ModuleType, store: Path):
     studies = findings.read_results(store)
     page = findings.render(template("routers.md"), studies).replace("\u00a0", " ")
@@ -347,9 +357,9 @@ def test_the_paragraph_on_conditions_is_made_of_the_stored_studies(findings: Mod
     long = pd.read_parquet(studies / "main" / "results.parquet")
     slopes = -long[long["metric"] == "loss_slope"].groupby("arm")["value"].mean()
     paragraph = conditions.conditions(results)
-    for study in ("sweep", "causal", "tasks"):
-        steps = tomllib.loads((studies / study / "study.toml").read_text())["base"]["train"]["steps"]
-        assert f"{study} {steps}" in paragraph
+    for name in ("sweep", "causal", "tasks"):
+        steps = tomllib.loads((studies / name / "study.toml").read_text())["base"]["train"]["steps"]
+        assert f"{name} {steps}" in paragraph
     for words in (
         f"{train['steps']:,} steps of {train['batch_size'] * train['sequence_length']:,} tokens",
         f"{slopes.min():.2f} to {slopes.max():.2f} nats",
@@ -431,3 +441,91 @@ def test_the_loss_of_ablations_is_drawn_from_a_fifth_of_the_steps(findings: Modu
         findings.Results.of(findings.read_results(store))
     )
     assert min(step for of in panel.series.values() for step, _ in of) == 100  # logged at 0, 50, ..., 300
+
+
+# --- sentences
+
+
+def test_the_headline_says_how_larger_models_compare_at_own_and_at_equal_rates(findings: ModuleType):
+    sizes, rates, controls = sizes_at_one_rate()
+    words = findings.larger_words(findings.Results.of([sizes, rates, controls]))
+    own, _, equal = words.partition("; at those of `top2` for both its gain is ")
+    assert own.startswith(
+        ". In larger models, at learning rates tuned at the smallest, it is worse by 0.050 ± "
+    )
+    assert "and worse by 0.050 ± " in own
+    assert re.fullmatch(r"0.040 ± 0.\d+ \(size M\) and 0.030 ± 0.\d+ \(size L\) \(not corrected\).", equal)
+    runs = rates["study_runs"]
+    runs.loc[runs["arm"] == "spectra L half", "validation_loss"] = 2.8 + 3 * NOISE
+    runs.loc[runs["arm"] == "spectra M half", "validation_loss"] = 2.9 + 3 * NOISE
+    words = findings.larger_words(findings.Results.of([sizes, rates, controls]))
+    assert words.endswith("(size L): not distinguishable (not corrected).")
+    few = {**rates, "study_runs": runs[runs["seed"] < 4]}
+    assert "at those of" not in findings.larger_words(findings.Results.of([sizes, few, controls]))
+
+
+def some_studies(seeds: int = 5) -> list[dict[str, pd.DataFrame]]:
+    """A study of SoME's runs with pads and one without, in each of which a training stalls."""
+    found = []
+    for name, pads, stalled in (("with", 1.0, ("B3", 1)), ("without", 0.0, ("A4", 0))):
+        losses = {arm: [2.0 + 0.1 * seed for seed in range(seeds)] for arm in ("A4", "B3")}
+        losses[stalled[0]][stalled[1]] = 5.9
+        tables = study(losses)
+        tables["study_runs"]["unigram_loss"] = 6.0
+        values = {"sequence_length": 768.0, "pad_targets": pads}
+        settings = [(arm, key, value) for arm in losses for key, value in values.items()]
+        tables["study_settings"] = pd.DataFrame(settings, columns=["arm", "name", "value"])
+        tables["study_name"] = pd.DataFrame({"name": [name]})
+        curves = [
+            (arm, seed, step, 2.0 if loss < 5 and step >= 20 + 10 * seed else 6.0, 0.5)
+            for arm, of in losses.items()
+            for seed, loss in enumerate(of)
+            for step in range(0, 100, 10)
+        ]
+        columns = ["arm", "seed", "step", "train_loss", "validation_loss_published"]
+        tables["study_curves"] = pd.DataFrame(curves, columns=columns).assign(validation_loss=2.0)
+        points = [(arm, seed, float(seed), 0.0) for arm in losses for seed in range(seeds)]
+        tables["study_keys"] = pd.DataFrame(points, columns=["arm", "seed", "x", "y"])
+        found.append(tables)
+    return found
+
+
+def test_stalled_trainings_and_steps_until_learned_are_named(findings: ModuleType):
+    results = findings.Results.of(some_studies())
+    assert findings.stalled_words(results) == "B3 1 of 5 in `with`; A4 1 of 5 in `without`"
+    assert findings.plateau_words(results) == "A4 45 (30 to 60, 1 never); B3 40 (20 to 60) (`without`)"
+    assert findings.published_words(results).startswith("A4 0.7126, ")
+    nothing = findings.Results.of([])
+    assert {findings.stalled_words(nothing), findings.plateau_words(nothing)} == {"not run"}
+
+
+def test_the_page_warns_of_trainings_to_come_only_while_there_are_some(findings: ModuleType):
+    first, second = some_studies()
+    assert findings.unfinished_words([first, second]) == ""
+    waiting = first["study_runs"].iloc[:1].assign(seed=9, status="not run")
+    first["study_runs"] = pd.concat([first["study_runs"], waiting])
+    assert "still to come" in findings.unfinished_words([first, second])
+
+
+def test_keys_are_those_of_the_median_training_that_did_not_stall(findings: ModuleType):
+    figures = sys.modules["findings_figures"]
+    results = findings.Results.of(some_studies())
+    name, keys = figures.keys_of(results, "B3")  # seeds 0, 2, 3 and 4 of the first study
+    assert name == "with, seed 3"
+    assert list(keys["x"]) == [3.0]
+    assert figures.keys_of(results, "B1") is None
+
+
+def test_a_wide_interval_has_its_own_scale_and_equal_rates_their_own_line(findings: ModuleType):
+    figures = sys.modules["findings_figures"]
+    arms = ("A4", "A4 dense", "A4 frozen keys")
+    steady = {arm: list(2.0 + at + NOISE * (1 + at)) for at, arm in enumerate(arms)}
+    tables = study({**steady, "B3": [2.0, 2.1, 9.0, 2.2, 2.0]})
+    tables["study_name"] = pd.DataFrame({"name": ["s"]})
+    panels = figures.pairs_panels(findings.Results.of([tables]), "SoME")
+    shown = {panel.title: [name for name, _ in panel.rows] for panel in panels}
+    assert shown["Gain in s (nats per token, wide interval)"] == ["B3 over A4"]
+    assert shown["Gain in s (nats per token)"] == ["A4 over A4 frozen keys", "A4 over A4 dense"]
+    (lines,) = figures.sizes_panels(findings.Results.of(sizes_at_one_rate()))
+    equal = [one.mean for _, one in lines.series["SPECTRA, rates of top2"]]
+    assert equal == pytest.approx([2.95, 2.9 - 0.05 + 0.02 * np.log2(1.4), 2.77])

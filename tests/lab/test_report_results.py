@@ -376,15 +376,24 @@ def test_every_arm_of_a_size_has_a_row_in_order_and_worse_ones_are_named():
     assert "top2 L" not in sizes_section(found).text
 
 
-def test_sizes_at_other_rates_stand_below_those_that_count():
-    def sizes(*arms: str) -> dict[str, pd.DataFrame]:
-        axes = [(arm, "size", None, arm.split()[1]) for arm in arms]
-        frame = pd.DataFrame(axes, columns=["arm", "axis", "value", "label"])
-        return {**study({arm: losses_of_five_seeds()["top2"] for arm in arms}), "study_axes": frame}
+def test_the_method_at_the_rates_of_the_baseline_stands_below_the_sizes():
+    def sizes(**arms: float) -> dict[str, pd.DataFrame]:
+        rates = {arm.replace("_", " "): rate for arm, rate in arms.items()}
+        axes = [(arm, "size", None, arm.split()[1]) for arm in rates]
+        return {
+            **study({arm: losses_of_five_seeds()["top2"] for arm in rates}),
+            "study_axes": pd.DataFrame(axes, columns=["arm", "axis", "value", "label"]),
+            "study_settings": pd.DataFrame(
+                [(arm, "learning_rate", rate) for arm, rate in rates.items()],
+                columns=["arm", "name", "value"],
+            ),
+        }
 
-    found = Results.of([sizes("top2 S", "top2 L", "spectra S"), sizes("spectra L low", "dense L low")])
-    rows = [row[0] for row in sizes_section(found).tables[0]["rows"]]
-    assert rows == ["top2 S *", "top2 L *", "spectra S *", "spectra L low", "dense L low"]
+    own = sizes(top2_S=0.002, top2_L=0.001, spectra_S=0.004, spectra_L=0.002)
+    found = Results.of([own, sizes(spectra_L_low=0.001, dense_L_low=0.001)])
+    rows = [row[:3] for row in sizes_section(found).tables[0]["rows"]]
+    assert [row[0] for row in rows[:4]] == ["top2 S *", "top2 L *", "spectra S *", "spectra L *"]
+    assert rows[4:] == [["spectra L low (size L)", "0.0", "0.001"]]
 
 
 def test_a_wide_study_stands_below_the_sizes(tmp_path: Path):

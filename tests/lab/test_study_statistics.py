@@ -5,6 +5,7 @@ What cannot be said is not said.
 
 from __future__ import annotations
 
+import math
 import subprocess
 import sys
 from pathlib import Path
@@ -22,6 +23,7 @@ from moescope.lab.study_statistics import (
     compare,
     detectable_errors,
     differences,
+    final_slope,
     hedges_factor,
     holm,
 )
@@ -468,3 +470,12 @@ def test_of_four_thousand_studies_without_a_difference_at_most_a_twentieth_claim
         claimed += different["question"].nunique()
     # Holm under dependence is below its level; 3 binomial σ above it: 0.0603
     assert 0.01 < claimed / studies <= LEVEL + 3 * np.sqrt(LEVEL * (1 - LEVEL) / studies)
+
+
+@pytest.mark.parametrize(("steps", "expected"), [([90, 95, 100], -2.0), ([25, 50, 75, 100], -1.0)])
+def test_the_final_slope_is_that_of_the_last_fifth_or_of_the_last_two_evaluations(steps, expected):
+    losses = {90: 3.00, 95: 2.99, 100: 2.98, 25: 9.0, 50: 4.0, 75: 3.005}
+    rows = pd.DataFrame([(0, 9.0), (40, math.nan), *((step, losses[step]) for step in steps)])
+    rows.columns = ["step", "validation_loss"]
+    assert final_slope(rows, 100) == pytest.approx(expected)
+    assert final_slope(rows[rows["step"] <= steps[0]], 100) is None

@@ -9,6 +9,7 @@ from moescope.lab import results as numbers
 from moescope.lab.figures_study import TARGET_CV
 from moescope.lab.report_cells import Heads, absent, arm_cell, cell, minus, section
 from moescope.lab.results import BASELINE, METHOD, NOT_RUN, Results, setting
+from moescope.lab.results_claims import at_baseline_rates
 from moescope.lab.results_conditions import wide_and_worse, wide_title
 from moescope.reporting.pack import plain_table
 from moescope.verb import Section, Tables
@@ -21,6 +22,7 @@ def experts_section(tables: Tables) -> Section:
         (METHOD, "SPECTRA, loss ± 95 %", "text"),
         ("load_entropy", "expert entropy of SPECTRA (balanced)", "text"),
         ("output_orthogonality", "orthogonality of outputs × 100 (chance)", "text"),
+        ("study_runs.parameters_active", "active parameters (millions), Top-2 and SPECTRA", "text"),
     ]
     counts = numbers.axis_values(tables, "experts") if tables else []
     rows: list[list[Any]] = []
@@ -38,10 +40,15 @@ def experts_section(tables: Tables) -> Section:
                 *(cell(found, 4, chance=False) for found in losses.values()),
                 cell(numbers.layer_value(tables, method, "load_entropy")),
                 cell(numbers.layer_value(tables, method, "output_orthogonality"), 1, 100.0),
+                " and ".join(
+                    f"{active.mean() / 1e6:.1f}"
+                    for arm in arms.values()
+                    if len(active := numbers.by_seed(tables, arm, "parameters_active"))
+                ),
             ]
         )
-    trends = [slope_text(values) for values in points.values()]
-    rows.append(["change per doubling", *trends, "", ""])
+    trends = [trend_text(values) for values in points.values()]
+    rows.append(["change per doubling", *trends, "", "", ""])
     text = "Loss by number of experts; the last row is the slope of a line through the means, not tested. "
     text += "" if counts else "Not run: no study on this page varies the number of experts."
     table = plain_table("results_experts", "Table 11: number of experts", heads, rows)
@@ -63,16 +70,19 @@ def sizes_section(results: Results) -> Section:
         size_row(sizes, arm, f"{arm} *" if arm in counting else arm)
         for arm in numbers.on_axis(sizes, "size")["arm"]
     ]
-    others = results.size_rates
-    rows += [size_row(others, arm, arm) for arm in numbers.on_axis(others, "size")["arm"]]
+    rows += [
+        size_row(*one, f"{one[1]} (size {size}, {numbers.study_name(one[0])})")
+        for size, one, _ in at_baseline_rates(results)
+        if one[0] is not sizes
+    ]
     rows += [
         size_row(wide, arm, f"{arm}, {wide_title(wide, arm)}")
         for arm in (numbers.WIDE_BASELINE, METHOD)
         if wide
     ]
     text = (
-        "Of several arms of a router and size, that of the lowest learning rate of one study counts (marked "
-        "*); H6 tests them. "
+        "H6 tests the arms marked *: of several of a router and size in the study of sizes, that of the "
+        "lowest learning rate. "
     )
     worse = numbers.worse_than_smaller(sizes) if sizes else []
     worse += [f"{arm}, {wide_title(wide, arm)}" for arm in wide_and_worse(results)]
@@ -123,7 +133,7 @@ def sweep_section(tables: Tables) -> Section:
     return section("sweep", "Option sweep", text.strip(), table)
 
 
-def slope_text(points: list[tuple[float, float]]) -> str:
+def trend_text(points: list[tuple[float, float]]) -> str:
     """Return the least-squares slope through the points."""
     if len(points) < 2:
         return NOT_RUN

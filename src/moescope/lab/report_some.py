@@ -9,13 +9,13 @@ from typing import Any
 from moescope.lab import results as numbers
 from moescope.lab.report_cells import Heads, arm_cell, cell, section
 from moescope.lab.results import NOT_RUN, Results, setting
+from moescope.lab.results_conditions import LEARNED, STALLED, outlier_text, stalled_text, without_stalled
 from moescope.reporting.pack import plain_table
 from moescope.verb import Section, Tables
 
 FIRST = "A4"
-NONE = "none"  # a router without keys, a row without pads, a run that was not published
-STALLED = "stalled"
-LEARNED = 0.95  # of the unigram baseline: a final loss above it has learned hardly anything
+NONE = "–"  # a router without keys, a row without pads, a run that was not published
+NOT_MEASURED = "not measured"
 PUBLISHED_LENGTH = 768  # tokens per row; pads among them count in the published loss
 
 
@@ -48,26 +48,8 @@ RUNS = {
 
 def some_studies(results: Results) -> list[Tables]:
     """Return the studies that have SoME's runs without stalled trainings, those trained on pads first."""
-    found = [tables for tables in results.others if FIRST in numbers.finished_arms(tables)]
+    found = [tables for tables in results.others if FIRST in set(numbers.trainings(tables)["arm"])]
     return sorted(map(without_stalled, found), key=lambda tables: not as_published(tables))
-
-
-def without_stalled(tables: Tables) -> Tables:
-    """Return the tables without the rows of trainings that learned hardly more than token frequencies."""
-    runs = numbers.with_aside(numbers.trainings(tables))
-    if "unigram_loss" not in runs:
-        return tables
-    stalled = (runs["status"] == "done") & (runs["validation_loss"] > LEARNED * runs["unigram_loss"])
-    return numbers.counted(
-        {**tables, "study_runs": runs.assign(status=runs["status"].mask(stalled, STALLED))}
-    )
-
-
-def stalled_text(tables: Tables, arm: str) -> str:
-    """Return "1 of 2": stalled trainings of the arm, of those that were run."""
-    runs = numbers.trainings(tables)
-    status = runs.loc[(runs["arm"] == arm) & (runs["status"] != NOT_RUN), "status"]
-    return f"{int((status == STALLED).sum())} of {len(status)}"
 
 
 def as_published(tables: Tables) -> bool:
@@ -82,31 +64,37 @@ def some_section(results: Results) -> Section:
         ("experts", "experts", "int"),
         ("stalled", STALLED, "text"),
         ("study_runs.validation_loss", "loss without pads ± 95 %", "text"),
+        ("study_runs.loss_slope", "final slope, per 1,000 steps", "text"),
         ("validation_loss_published", "loss with pads ± 95 %", "text"),
-        ("published", "published", "text"),
+        ("published", "published loss", "text"),
         ("gini", "Gini (balanced)", "text"),
-        ("published", "published", "text"),
+        ("published", "published Gini", "text"),
         ("load_entropy_bits", "load entropy, bits (balanced)", "text"),
-        ("published", "published", "text"),
+        ("published", "published entropy", "text"),
         ("used", "experts used, % (balanced)", "text"),
-        ("published", "published", "text"),
+        ("published", "published use, %", "text"),
         ("cosine", "mean cosine of keys (random keys)", "text"),
     ]
     rows: list[list[Any]] = []
+    outliers = ""
     for tables in some_studies(results):
         for arm in dict.fromkeys(numbers.trainings(tables)["arm"]):
             rows.append([numbers.study_name(tables), arm, *run_cells(tables, arm)])
+            if far := outlier_text(numbers.by_seed(tables, arm, "validation_loss")):
+                outliers += f"Loss of {arm} in {numbers.study_name(tables)}: {far}. "
     text = (
         "Stories in another language than the published ones: compare curves, use and order, not losses. Use "
         "and keys are of the middle layer, use in the last window of training. Published losses count pads "
         f"of rows of {PUBLISHED_LENGTH} tokens, so they stand beside trainings on such rows only; the "
         "published use of experts, pads included, stands beside all. Stalled: a final loss less than a "
-        "twentieth below the unigram baseline; the other columns leave such trainings out. "
+        "twentieth below the unigram baseline; the other columns leave such trainings out. How the published "
+        "share of used experts was counted is not known to us. "
     )
+    text += outliers
     if not rows:
         text += "Not run: no study on this page has these arms."
         rows = [
-            [NOT_RUN, run, one.experts, *[NOT_RUN] * 3, *published_cells(one)] for run, one in RUNS.items()
+            [NOT_RUN, run, one.experts, *[NOT_RUN] * 4, *published_cells(one)] for run, one in RUNS.items()
         ]
     table = plain_table("results_some_runs", "SoME's runs", heads, rows)
     return section("some-runs", "SoME's runs", text.strip(), table)
@@ -114,7 +102,9 @@ def some_section(results: Results) -> Section:
 
 def run_cells(tables: Tables, arm: str) -> list[Any]:
     """Return the cells of one arm, the published ones beside them where there are any."""
-    experts = numbers.by_seed(tables, arm, "n_experts")
+    runs = numbers.trainings(tables)
+    runs = runs[runs["arm"] == arm]
+    experts = runs["n_experts"].dropna() if "n_experts" in runs else runs["seed"][:0]
     loss, padded = (
         numbers.run_value(tables, arm, name) for name in ("validation_loss", "validation_loss_published")
     )
@@ -137,11 +127,14 @@ def run_cells(tables: Tables, arm: str) -> list[Any]:
         for part in (cell(one, 3 if scale == 1.0 else 1, scale) if one else NONE, other)
     ]
     cosine = numbers.layer_value(tables, arm, "key_cosine")
-    status = set(numbers.trainings(tables).set_index("arm").loc[[arm], "status"])
+    slope = numbers.run_value(tables, arm, "loss_slope")
+    known = "unigram_loss" in runs and runs["unigram_loss"].notna().any()
+    only_stalled = STALLED in set(runs["status"]) and loss is None
     return [
-        int(experts.iloc[0]) if len(experts) else same and same.experts,
-        stalled_text(tables, arm),
-        STALLED if status == {STALLED} else arm_cell(tables, arm, loss, 4, chance=False),
+        int(experts.iloc[0]) if len(experts) else None,
+        stalled_text(tables, arm) or ("none" if known else NOT_MEASURED),
+        STALLED if only_stalled else arm_cell(tables, arm, loss, 4, chance=False),
+        cell(slope, 2, chance=False) if slope else NONE,
         cell(padded, 4, chance=False) if padded and padded_rows else NONE,  # else pads were not learned
         beside[0],
         *use,
@@ -149,15 +142,24 @@ def run_cells(tables: Tables, arm: str) -> list[Any]:
     ]
 
 
-def steps_to_learn(tables: Tables) -> dict[str, float]:
-    """Return the median over seeds of the first step at which training has learned more than frequencies."""
-    curves, runs = tables.get("study_curves"), numbers.finished(tables)
+def steps_to_learn(tables: Tables) -> dict[str, str]:
+    """Return the steps until trainings of an arm have learned more than frequencies: median and range."""
+    curves, runs = tables.get("study_curves"), numbers.trainings(tables)
     if curves is None or "unigram_loss" not in runs:
         return {}
+    runs = runs[runs["unigram_loss"].notna()]
     levels = runs.set_index(["arm", "seed"])["unigram_loss"] * LEARNED
     rows = curves.join(levels.rename("level"), on=["arm", "seed"])
     first = rows[rows["train_loss"] < rows["level"]].groupby(["arm", "seed"], sort=False)["step"].min()
-    return {str(arm): float(steps) for arm, steps in first.groupby(level=0, sort=False).median().items()}
+    found = {}
+    for arm, planned in runs.groupby("arm", sort=False):
+        steps = first[first.index.get_level_values("arm") == arm]
+        never = len(planned) - len(steps)
+        words = [f"{steps.min():g} to {steps.max():g}"] if len(steps) > 1 else []
+        words += [f"{never} never"] if never else []
+        median = f"{steps.median():g}" if len(steps) else "none"
+        found[str(arm)] = median + (f" ({', '.join(words)})" if words else "")
+    return found
 
 
 def published_cells(one: Published) -> list[str]:

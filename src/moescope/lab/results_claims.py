@@ -56,7 +56,13 @@ from moescope.lab.results import (
     trainings,
     worse_than_smaller,
 )
-from moescope.lab.results_conditions import wide_and_worse, wide_title
+from moescope.lab.results_conditions import (
+    outlier_text,
+    stalled_text,
+    wide_and_worse,
+    wide_title,
+    without_stalled,
+)
 from moescope.lab.study_statistics import MIN_SEEDS
 from moescope.plotting.style import counted, listed
 from moescope.verb import Tables
@@ -64,7 +70,6 @@ from moescope.verb import Tables
 DISTINCTNESS = "output_orthogonality"  # metric of study_layers
 BOTH_AT = "both at rate"
 WORSE = " (worse than smaller models)"
-FAR = 3.0  # median distances to the median that a mean may be away from it
 FEWEST = 20  # documents for a claim about the outputs of experts
 
 
@@ -95,7 +100,7 @@ def hypotheses(results: Results) -> list[Claim]:
     compared = [
         judge(
             "H1",
-            "SPECTRA predicts better than Switch routing",
+            "SPECTRA predicts better than Switch Top-2",
             "loss of Switch Top-2 minus SPECTRA (nats per token)",
             found["main", BASELINE],
             both,
@@ -140,7 +145,7 @@ def hypotheses(results: Results) -> list[Claim]:
                 "needs both routers at two sizes or more",
             ),
             results.sizes,
-        ).with_reasons(size_rates_text(results.sizes), slope_text(results)),
+        ).with_reasons(size_rates_text(results.sizes), slope_text(results), size_active_text(results.sizes)),
         judge(
             "H7",
             "The gain is larger in specialised domains",
@@ -170,7 +175,8 @@ def arm_claims(results: Results, subject: str) -> list[Claim]:
             )
             rates = rates_text(tables, arm, other), same_rate(results, tables, arm, other)
             outlier = outlier_text(loss_gain(tables, arm, other))
-            claims.append(one.with_reasons(outlier, *rates, active_text(tables, arm, other)))
+            one = one.with_reasons(outlier, *rates, parameters_text(tables, arm, other))
+            claims.append(require_trained(one, tables, arm, other))
         if not compared:
             failed = [
                 part for tables in results.others for part in no_better_than_unigram(tables, arm, other)
@@ -180,13 +186,22 @@ def arm_claims(results: Results, subject: str) -> list[Claim]:
     return claims
 
 
+def require_trained(claim: Claim, tables: Tables, arm: str, other: str) -> Claim:
+    """Give no number on few seeds where no pair of trainings is left without those that stalled."""
+    learned = loss_gain(without_stalled(tables), arm, other).dropna()
+    if claim.verdict != NOT_TESTABLE or len(learned):
+        return claim
+    why = f"{stalled_text(tables, arm, other)} trainings of these arms stalled"
+    return replace(claim, number=None, counts="no number", why=why)
+
+
 def require_falling(claim: Claim, tables: Tables, arm: str, other: str) -> Claim:
     """Leave a claim undecided where a loss rises at the end: where training stops then decides it.
 
     Adds the difference of the lowest losses on the way, on the rows that are evaluated during training.
     """
-    slopes = {one: run_value(tables, one, "loss_slope") for one in (arm, other)}
-    rising = [f"{one} by {interval(slope)}" for one, slope in slopes.items() if slope and slope.low > 0]
+    found = {one: run_value(tables, one, "loss_slope") for one in (arm, other)}
+    rising = [f"{one} by {interval(slope)}" for one, slope in found.items() if slope and slope.low > 0]
     if claim.number is None or not rising:
         return claim
     lowest = paired(*(lowest_loss(tables, one) for one in (other, arm)))
@@ -345,22 +360,16 @@ def rates_text(tables: Tables, *arms: str) -> str:
     return f"learning rates: {listed([f'{arm} {rate:g}' for arm, rate in rates.items()])}"
 
 
-def outlier_text(values: pd.Series) -> str:
-    """Return the median where a seed far from the others moves the mean, else nothing."""
-    values = values.dropna()
-    away = (values - values.median()).abs()
-    if not abs(values.mean() - values.median()) > FAR * away.median():
-        return ""
-    far = int(away.idxmax())
-    return f"median {values.median():.3f}; seed {far}: {values[far]:.3f}".replace("-", "−")
-
-
-def active_text(tables: Tables, *arms: str) -> str:
-    """Return the active parameters where they differ by more than a twentieth, else nothing."""
-    active = {arm: by_seed(tables, arm, "parameters_active").mean() for arm in arms}
-    if not max(active.values()) > 1.05 * min(active.values()):
-        return ""
-    return f"active parameters: {listed([f'{arm} {n / 1e6:.1f} M' for arm, n in active.items()])}"
+def parameters_text(tables: Tables, *arms: str) -> str:
+    """Return the active and the trained parameters where they differ by more than a twentieth."""
+    parts = []
+    for kind, column in (("active", "parameters_active"), ("trained", "parameters_trainable")):
+        counts = {arm: by_seed(tables, arm, column).mean() for arm in arms}
+        if max(counts.values()) > 1.05 * min(counts.values()):
+            parts.append(
+                f"{kind} parameters: {listed([f'{arm} {n / 1e6:.1f} M' for arm, n in counts.items()])}"
+            )
+    return "; ".join(parts)
 
 
 def size_rates_text(tables: Tables) -> str:
@@ -373,6 +382,18 @@ def size_rates_text(tables: Tables) -> str:
         return ""
     words = [f"{router} {', '.join(f'{rate:g}' for rate in found)}" for router, found in rates.items()]
     return f"learning rates, the smallest model first: {' and '.join(words)}"
+
+
+def size_active_text(tables: Tables) -> str:
+    """Return the method's active parameters over those of the baseline, by size, where they differ."""
+    method, baseline = (
+        [by_seed(tables, arm, "parameters_active").mean() for arm in arms_by_size(tables, router)]
+        for router in (METHOD, BASELINE)
+    )
+    ratios = [one / other for one, other in zip(method, baseline, strict=False)]
+    if len(method) != len(baseline) or not max(ratios, default=1.0) > 1.05:
+        return ""
+    return f"active parameters of {METHOD} over those of {BASELINE}: {', '.join(f'{r:.2f}' for r in ratios)}"
 
 
 def slope_text(results: Results) -> str:
@@ -388,7 +409,7 @@ def slope_text(results: Results) -> str:
         for _, one, other in at_baseline_rates(results)
     }
     found = over_seeds(slopes(gains))
-    if found is None or len(gains) < len(axis_values(results.sizes, "size")):
+    if found is None or found.seeds < MIN_SEEDS or len(gains) < len(axis_values(results.sizes, "size")):
         return ""
     return f"both at those of {BASELINE}: {interval(found, 4)}, {counted(found.seeds, 'seed')}"
 
@@ -397,17 +418,23 @@ Arm = tuple[Tables, str]
 
 
 def at_baseline_rates(results: Results) -> list[tuple[str, Arm, Arm]]:
-    """Return size and arms of both routers at the learning rate of the baseline, as far as they were run.
+    """Return size and arms of both routers at the learning rate of the baseline, of finished studies.
 
-    The controls are of the size that has as many active parameters.
+    The controls are of the size that has as many active parameters, trained for as many steps.
     """
     found: list[tuple[str, Arm, Arm]] = []
-    controls = [(results.controls, arm) for arm in (AT_BASELINE_RATE, BASELINE)]
+    others, of_controls = (
+        {} if one and progress(one, 0) else one for one in (results.size_rates, results.controls)
+    )
+    controls = [(of_controls, arm) for arm in (AT_BASELINE_RATE, BASELINE)]
     for size in axis_values(results.sizes, "size"):
         baseline = results.sizes, arm_at(results.sizes, BASELINE, "size", size) or ""
-        pairs = equal_rates([results.sizes, results.size_rates], size)
-        active = [by_seed(*arm, "parameters_active").mean() for arm in (baseline, controls[1])]
-        if active[0] == active[1]:
+        pairs = equal_rates([results.sizes, others], size)
+        same_size = [
+            (by_seed(*arm, "parameters_active").mean(), setting(*arm, "steps"))
+            for arm in (baseline, controls[1])
+        ]
+        if same_size[0] == same_size[1]:
             pairs.append((setting(*controls[1], RATE) or 0.0, controls[0], controls[1]))
         same = [(one, other) for rate, one, other in pairs if rate == setting(*baseline, RATE)]
         found += [(size, *both) for both in same[:1]]
@@ -500,7 +527,7 @@ def check(title: str, tables: Tables, arm: str | None, others: Tables, other: st
 def require_no_reversal(claim: Claim, others: list[Check], at: int) -> Claim:
     """Leave a claim undecided where another study has the other sign, both beyond their intervals.
 
-    Adds what the number is there with one learning rate for both routers, which decides nothing.
+    Adds what the number is there with one learning rate for both routers.
     """
     own = claim.number
     if own is None or not abs(own.mean) > own.half:
@@ -508,12 +535,12 @@ def require_no_reversal(claim: Claim, others: list[Check], at: int) -> Claim:
     sign = math.copysign(1.0, own.mean)
     places = []
     for title, found in others:
-        one = found[at]
+        one, place = found[at], title.removesuffix(WORSE)
         if one and one.seeds >= MIN_SEEDS and sign * one.mean + one.half < 0:
             equal = [
-                f"{name.removeprefix(title + ', ')}: {interval(number)}"
+                f"{name.removeprefix(place + ', ')}: {interval(number)}"
                 for name, numbers in others
-                if name.startswith(f"{title}, {BOTH_AT}") and (number := numbers[at])
+                if name.startswith(f"{place}, {BOTH_AT}") and (number := numbers[at])
             ]
             places.append(title + (f" ({'; '.join(equal)})" if equal else ""))
     return claim.undecided().with_reasons(f"other sign elsewhere: {', '.join(places)}") if places else claim
@@ -551,7 +578,7 @@ def cost(results: Results) -> Claim:
 
     The speed of trainings is no measure: several share a device.
     """
-    claim = "SPECTRA costs about as much as Switch routing"
+    claim = "SPECTRA costs about as much as Switch Top-2"
     measure = (
         "FLOPs per token of the whole model (counted) and time of one block alone on the device, not "
         "compiled, each over that of Switch Top-2 (similar: at most a tenth more); counts, no test"

@@ -11,6 +11,7 @@ import pandas as pd
 from moescope.lab.results import (
     BASELINE,
     METHOD,
+    NOT_RUN,
     RATE,
     SPACING,
     WIDE_BASELINE,
@@ -23,9 +24,15 @@ from moescope.lab.results import (
     study_name,
     trainings,
 )
+from moescope.lab.results import counted as counted_tables
+from moescope.lab.study_statistics import MIN_SEEDS
 from moescope.plotting.style import counted, listed
 from moescope.reporting.untrusted import plot_words
 from moescope.verb import Tables
+
+STALLED = "stalled"
+LEARNED = 0.95  # of the unigram baseline: a final loss above it has learned hardly anything
+FAR = 3.0  # median distances to the median that a mean may be away from it
 
 
 def settings(info: dict[str, Any]) -> pd.DataFrame:
@@ -73,6 +80,39 @@ def wide_and_worse(results: Results) -> list[str]:
         ]
         found += [arm] if smaller and loss > min(smaller) else []
     return found
+
+
+# --- trainings that count less
+
+
+def without_stalled(tables: Tables) -> Tables:
+    """Return the tables without the rows of trainings that learned hardly more than token frequencies."""
+    runs = trainings(tables)
+    if "unigram_loss" not in runs:
+        return tables
+    stalled = (runs["status"] == "done") & (runs["validation_loss"] > LEARNED * runs["unigram_loss"])
+    return counted_tables({**tables, "study_runs": runs.assign(status=runs["status"].mask(stalled, STALLED))})
+
+
+def stalled_text(tables: Tables, *arms: str) -> str:
+    """Return "1 of 2": stalled trainings of the arms, of those that ended; empty if none stalled."""
+    runs = without_stalled(tables)["study_runs"]
+    status = runs.loc[runs["arm"].isin(arms) & ~runs["status"].isin([NOT_RUN, "failed"]), "status"]
+    stalled = int((status == STALLED).sum())
+    return f"{stalled} of {len(status)}" if stalled else ""
+
+
+def outlier_text(values: pd.Series) -> str:
+    """Return the median where a seed far from the others moves the mean, else nothing."""
+    values = values.dropna()
+    away = (values - values.median()).abs()
+    if len(values) < MIN_SEEDS or not abs(values.mean() - values.median()) > FAR * away.median():
+        return ""
+    far = int(away.idxmax())
+    return f"median {values.median():.3f}; seed {far}: {values[far]:.3f}".replace("-", "−")
+
+
+# --- length and tuning
 
 
 @dataclass

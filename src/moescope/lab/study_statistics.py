@@ -110,6 +110,19 @@ def compare(runs: pd.DataFrame, reference: str, references: Mapping[str, str] | 
     return frame.astype({"seeds": "int64", "degrees_of_freedom": "Int64"})
 
 
+def final_slope(rows: pd.DataFrame, steps: int) -> float | None:
+    """Return the slope of the validation loss over the last fifth of the steps, in nats per 1,000 steps.
+
+    Least squares over the evaluations of that part, or the last two; None if fewer followed the first step.
+    """
+    evaluated = rows[["step", "validation_loss"]].dropna().astype(float).sort_values("step")
+    evaluated = evaluated[evaluated["step"] > 0]
+    last = evaluated.tail(max(2, int((evaluated["step"] >= 0.8 * steps).sum())))
+    if len(last) < 2:
+        return None
+    return 1000 * float(np.polyfit(last["step"], last["validation_loss"], 1)[0])
+
+
 def enters_comparisons(runs: pd.DataFrame) -> pd.Series:
     """Return which trainings count: done, with a finite loss that beats the unigram baseline.
 

@@ -194,6 +194,7 @@ def measure(
     from moescope.lab.evaluation import checkpoint_stability, document_losses, evaluation_noise, mean_loss
     from moescope.lab.some_keys import key_tables
     from moescope.lab.study_routing import measure_routing
+    from moescope.lab.study_statistics import final_slope
 
     train = task.config.train
     checkpoints = [(item["step"], Path(item["path"])) for item in saved_checkpoints(run.path / "checkpoints")]
@@ -221,7 +222,7 @@ def measure(
     values: dict[str, float | None] = {"validation_loss": mean_loss(documents)}
     published = run.table("steps")["validation_loss_published"].dropna()
     values["validation_loss_published"] = published.iloc[-1] if len(published) else None
-    values |= {"unigram_loss": text.unigram_loss, "loss_slope": loss_slope(run, train.steps)}
+    values |= {"unigram_loss": text.unigram_loss, "loss_slope": final_slope(run.table("steps"), train.steps)}
     values["output_documents"] = len(documents) if routes else None
     nats = float((documents["tokens"] * documents["loss"]).sum())
     values["bits_per_byte"] = nats / math.log(2) / max(int(documents["bytes"].sum()), 1)
@@ -231,20 +232,6 @@ def measure(
     if stability is not None:
         values |= {**asdict(stability), "consistency_estimated": 0}
     return {**values, **speed(run)}, tables
-
-
-def loss_slope(run: Run, steps: int) -> float | None:
-    """Return the slope of the validation loss over the last fifth of the steps, in nats per 1,000 steps.
-
-    Least squares over the evaluations of that part; None with fewer than two of them.
-    """
-    import numpy as np
-
-    evaluated = run.table("steps")[["step", "validation_loss"]].dropna().astype(float)
-    last = evaluated[evaluated["step"] >= 0.8 * steps]
-    if len(last) < 2:
-        return None
-    return 1000 * float(np.polyfit(last["step"], last["validation_loss"], 1)[0])
 
 
 def usage_over_steps(run: Run) -> pd.DataFrame:

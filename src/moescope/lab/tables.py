@@ -68,8 +68,8 @@ COLUMNS: dict[str, Column] = {
     "loss_slope": Column(
         "float",
         "Slope of the validation loss at the end of training, in nats per 1,000 steps; null with fewer than "
-        "two evaluations in the last fifth of the steps.",
-        "least squares over the evaluations of the last fifth",
+        "two evaluations.",
+        "least squares over the evaluations of the last fifth of the steps, or over the last two",
         chance="0: training has converged",
         misleads="The learning rate has decayed by then: a small slope does not mean that more steps are "
         "useless.",
