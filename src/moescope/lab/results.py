@@ -16,7 +16,15 @@ import numpy as np
 import pandas as pd
 from scipy import stats
 
-from moescope.lab.study_statistics import LEVEL, MIN_SEEDS, ROUNDING, enters_comparisons, hedges_factor, holm
+from moescope.lab.study_statistics import (
+    LEVEL,
+    MIN_SEEDS,
+    ROUNDING,
+    doubling_slopes,
+    enters_comparisons,
+    hedges_factor,
+    holm,
+)
 from moescope.statistics import split_half_ceiling
 from moescope.verb import Tables
 
@@ -67,7 +75,7 @@ ARM_CLAIMS = {  # subject -> claim, the arm that is better by it, the other
 }
 WHOSE = {  # subject -> who claims it
     "SPECTRA": "Claims of the routing paper, tested with our own implementation of its router. Where its "
-    "paper and code disagree, we chose one reading; the code's own was not trained. Switch Top-2: arm top2.",
+    "paper and code disagree, we chose one reading; the code's own was not trained. Arm top2: Switch Top-2.",
     "Hash routing": "Our own claims; no paper's.",
     "SoME": "The claims on the number of experts and on keys are the SoME paper's; the others are our own.",
     "Removing experts": "Our own claims; no paper's.",
@@ -655,20 +663,12 @@ def block_milliseconds(tables: Tables, router: str) -> float | None:
 
 def size_slopes(tables: Tables) -> pd.Series:
     """Return the change of the gain over the baseline per doubling of active parameters, by seed."""
-    gains = {}
+    gains = []
     for size in axis_values(tables, "size"):
         method, baseline = (arm_at(tables, arm, "size", size) or "" for arm in (METHOD, BASELINE))
-        gain = loss_gain(tables, method, baseline)
-        if gain.notna().any():
-            gains[by_seed(tables, baseline, "parameters_active").iloc[0]] = gain
-    return slopes(gains)
-
-
-def slopes(gains: dict[float, pd.Series]) -> pd.Series:
-    """Return the slope of a line per seed through the gains, per doubling of the active parameters."""
-    rows = pd.concat(gains.values(), axis=1).dropna() if len(gains) > 1 else pd.DataFrame()
-    found = np.polyfit(np.log2(list(gains)), rows.to_numpy(float).T, 1)[0] if len(rows) else []
-    return pd.Series(found, rows.index, dtype=float)
+        if (gain := loss_gain(tables, method, baseline)).notna().any():
+            gains.append((by_seed(tables, baseline, "parameters_active").iloc[0], gain))
+    return doubling_slopes(gains)
 
 
 def arms_by_size(tables: Tables, router: str) -> list[str]:

@@ -50,7 +50,6 @@ from moescope.lab.results import (
     progress,
     run_value,
     setting,
-    slopes,
     study_name,
     tested_predictors,
     trainings,
@@ -63,7 +62,7 @@ from moescope.lab.results_conditions import (
     wide_title,
     without_stalled,
 )
-from moescope.lab.study_statistics import MIN_SEEDS
+from moescope.lab.study_statistics import MIN_SEEDS, doubling_slopes
 from moescope.plotting.style import counted, listed
 from moescope.verb import Tables
 
@@ -403,12 +402,14 @@ def slope_text(results: Results) -> str:
     """
     if not size_rates_text(results.sizes):
         return ""
-    gains = {
-        by_seed(*other, "parameters_active").iloc[0]: by_seed(*other, "validation_loss")
-        - by_seed(*one, "validation_loss")
+    gains = [
+        (
+            by_seed(*other, "parameters_active").iloc[0],
+            by_seed(*other, "validation_loss") - by_seed(*one, "validation_loss"),
+        )
         for _, one, other in at_baseline_rates(results)
-    }
-    found = over_seeds(slopes(gains))
+    ]
+    found = over_seeds(doubling_slopes(gains))
     if found is None or found.seeds < MIN_SEEDS or len(gains) < len(axis_values(results.sizes, "size")):
         return ""
     return f"both at those of {BASELINE}: {interval(found, 4)}, {counted(found.seeds, 'seed')}"

@@ -123,6 +123,19 @@ def final_slope(rows: pd.DataFrame, steps: int) -> float | None:
     return 1000 * float(np.polyfit(last["step"], last["validation_loss"], 1)[0])
 
 
+def doubling_slopes(gains: list[tuple[float, pd.Series]]) -> pd.Series:
+    """Return the slope of a line per seed through the gains, per doubling of the active parameters."""
+    import pandas as pd
+
+    rows = pd.concat([gain for _, gain in gains], axis=1).dropna() if len(gains) > 1 else pd.DataFrame()
+    found = (
+        np.polyfit(np.log2([active for active, _ in gains]), rows.to_numpy(float).T, 1)[0]
+        if len(rows)
+        else []
+    )
+    return pd.Series(found, rows.index, dtype=float)
+
+
 def enters_comparisons(runs: pd.DataFrame) -> pd.Series:
     """Return which trainings count: done, with a finite loss that beats the unigram baseline.
 
