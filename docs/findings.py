@@ -151,14 +151,10 @@ def headline(results: Results) -> str:
 def larger_words(results: Results) -> str:
     """Return how SPECTRA compares in models larger than the smallest: at its own rates, and at equal ones."""
     sizes = numbers.axis_values(results.sizes, "size")[1:]
-    arms = [
-        [
-            (results.sizes, numbers.arm_at(results.sizes, router, "size", size))
-            for router in (METHOD, BASELINE)
-        ]
-        for size in sizes
-    ]
-    own = {size: losses_apart(*both) for size, both in zip(sizes, arms, strict=True)}
+    own = {}
+    for size in sizes:
+        arms = (numbers.arm_at(results.sizes, router, "size", size) for router in (METHOD, BASELINE))
+        own[size] = losses_apart(*((results.sizes, arm) for arm in arms))
     known = {size: one for size, one in own.items() if one and abs(one.mean) > one.half}
     if not known:
         return "."

@@ -394,9 +394,6 @@ def test_the_method_at_the_rates_of_the_baseline_stands_below_the_sizes():
     rows = [row[:3] for row in sizes_section(found).tables[0]["rows"]]
     assert [row[0] for row in rows[:4]] == ["top2 S *", "top2 L *", "spectra S *", "spectra L *"]
     assert rows[4:] == [["spectra L low (size L)", "0.0", "0.001"]]
-    named = sizes(spectra_L_low=0.001, dense_L_low=0.001) | {"study_name": pd.DataFrame({"name": ["rates"]})}
-    rows = sizes_section(Results.of([own, named])).tables[0]["rows"]
-    assert rows[4][0] == "spectra L low (size L, rates)"
 
 
 def test_a_wide_study_stands_below_the_sizes(tmp_path: Path):

@@ -60,11 +60,10 @@ def test_a_scan_states_one_level_everywhere(planted_run, quantity):
     summary = planted_run.verb.summary(planted_run)
     (key,) = [key for key in summary.key_numbers if words in key.name]
     assert key.chance in (pytest.approx(level.mean()), pytest.approx(level.median()))
-    if quantity == "best_accuracy":
-        shown = layer_table(view)
-        place = [head["name"] for head in shown["columns"]].index(column)
-        assert [row[place] for row in shown["rows"]] == pytest.approx(level.tolist(), rel=1e-5)
-    else:
+    shown = layer_table(view)
+    place = [head["name"] for head in shown["columns"]].index(column)
+    assert [row[place] for row in shown["rows"]] == pytest.approx(level.tolist(), rel=1e-5)
+    if quantity != "best_accuracy":
         (sentence,) = [line for line in findings(view) if line.startswith("Ambiguity")]
         assert f"a layer at chance: {number(level.mean())}" in sentence
 

@@ -71,10 +71,7 @@ def sizes_section(results: Results) -> Section:
         for arm in numbers.on_axis(sizes, "size")["arm"]
     ]
     rows += [
-        size_row(
-            *one,
-            f"{one[1]} ({', '.join(part for part in (f'size {size}', numbers.study_name(one[0])) if part)})",
-        )
+        size_row(*one, f"{one[1]} (size {size})")
         for size, one, _ in at_baseline_rates(results)
         if one[0] is not sizes
     ]

@@ -87,7 +87,7 @@ def some_section(results: Results) -> Section:
         "and keys are of the middle layer, use in the last window of training. Published losses count pads "
         f"of rows of {PUBLISHED_LENGTH} tokens, so they stand beside trainings on such rows only; the "
         "published use of experts, pads included, stands beside all. Stalled: a final loss less than a "
-        "twentieth below the unigram baseline; the other columns leave such trainings out. How the published "
+        "twentieth below the unigram baseline; the other columns exclude such trainings. How the published "
         "share of used experts was counted is not known to us. "
     )
     text += outliers

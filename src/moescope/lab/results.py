@@ -74,8 +74,8 @@ ARM_CLAIMS = {  # subject -> claim, the arm that is better by it, the other
     ],
 }
 WHOSE = {  # subject -> who claims it
-    "SPECTRA": "Claims of the routing paper, tested with our own implementation of its router. Where its "
-    "paper and code disagree, we chose one reading; the code's own was not trained. Arm top2: Switch Top-2.",
+    "SPECTRA": "Claims of the routing paper, tested with our own implementation of its router. Where paper "
+    "and code disagree, we chose one reading; the code's own was not trained. The arm top2 is Switch Top-2.",
     "Hash routing": "Our own claims; no paper's.",
     "SoME": "The claims on the number of experts and on keys are the SoME paper's; the others are our own.",
     "Removing experts": "Our own claims; no paper's.",

@@ -424,14 +424,14 @@ FOLDED = {
     "separation": ("coactivation", "Pairs of experts", "lift"),
     "domains": ("domains", "Domains of every expert", "affinity"),
 }
-GLANCE = [  # metric, title, whether its chance level follows
-    ("cv", "CV", True),
-    ("max_over_mean", "max/mean", True),
-    ("unused", "unused", True),
-    ("routing_entropy", "entropy", True),
-    ("confidence", "confidence", True),
-    ("domain_information", "I(domain)", False),
-    ("token_information", "I(token)", True),
+GLANCE = [  # metric, title; its chance level follows
+    ("cv", "CV"),
+    ("max_over_mean", "max/mean"),
+    ("unused", "unused"),
+    ("routing_entropy", "entropy"),
+    ("confidence", "confidence"),
+    ("domain_information", "I(domain)"),
+    ("token_information", "I(token)"),
 ]
 
 
@@ -487,10 +487,9 @@ def folded_tables(section: str, tables: Tables) -> list[Payload]:
 def glance_table(view: View) -> Payload:
     """One row per layer: load, decisions, domains and tokens with chance levels, without empty columns."""
     heads, values = [("layer", "layer", "int")], []
-    for metric, title, with_chance in GLANCE:
+    for metric, title in GLANCE:
         rows = values_of(view.tables, metric).set_index("layer")
-        chance = [("chance", "routing_layers.chance", "chance")] if with_chance else []
-        for column, entry, head in [("value", metric, title), *chance]:
+        for column, entry, head in (("value", metric, title), ("chance", "routing_layers.chance", "chance")):
             if rows[column].notna().any():
                 values.append(rows[column])
                 heads.append((entry, head, "float"))

@@ -59,6 +59,7 @@ PAIRING_HEADS = [
     ("p_accuracy", "accuracy p", "float"),
     ("q_value", "q", "float"),
     ("absolute_score", "ambiguity", "float"),
+    ("absolute_chance", "chance", "float"),
     ("mean_abs", "mean |cos|", "float"),
     ("chance", "chance", "float"),
     ("n_pairs_above_0_7", "collapsed", "int"),
@@ -212,7 +213,7 @@ def layer_table(view: View) -> Payload:
     cosines, ranks = first_cosines(view.tables), layer_ranks(view)
     if view.has_rows:
         heads = PAIRING_HEADS
-        ambiguity = view.tables["ambiguity"].set_index("layer")["absolute_score"]
+        ambiguity = view.tables["ambiguity"].set_index("layer")[["absolute_score", "absolute_chance"]]
         tests = view.tables["alignment_tests"].set_index("layer")
     else:
         heads = [head for head in EXPERT_HEADS if len(cosines) or head[0] not in OF_PAIRS]
@@ -222,7 +223,7 @@ def layer_table(view: View) -> Payload:
         cells |= dict(cosines.loc[layer]) if len(cosines) else {}
         if view.has_rows:
             facts = view.facts(layer)
-            cells |= {**tests.loc[layer], "absolute_score": ambiguity[layer], **facts}
+            cells |= {**tests.loc[layer], **ambiguity.loc[layer], **facts}
             cells["verdict"] = verdict_name(view, layer, cells["verdict"])
             if order := facts["other_order"]:
                 cells["p_value"] = order["p"]

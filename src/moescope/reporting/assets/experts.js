@@ -99,7 +99,7 @@ M.experts = (() => {
     return parts;
   }
 
-  // ---- one expert, and beside it the pinned one
+  // ---- one expert, next to the pinned one
   const exists = (layer, expert) => M.data.layers.includes(layer) && expert < M.map.experts(layer);
   function pinned() {
     const [, layer, expert] = /^(\d+)\.(\d+)$/.exec(M.state.get().pinned ?? "") ?? [];
