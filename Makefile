@@ -9,7 +9,9 @@ WORKERS ?= 2
 TEST = OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile
 SOURCES = pyproject.toml constraints.txt
 
-.PHONY: study-smoke studies-report dist docs docs-pictures demo demo-model test test-slow fuzz check bench bench-growth bench-memory bench-gpu bench-report bench-peer clean
+.PHONY: study-smoke studies-report studies-test dist docs docs-pictures demo demo-model test test-slow fuzz check equal \
+	bench bench-growth bench-memory bench-gpu bench-report bench-peer bench-commands bench-deploy bench-trace \
+	bench-monitor bench-intervene bench-streamed bench-lab clean
 
 demo: .venv/core
 	$(BIN)/moescope demo
@@ -36,6 +38,13 @@ check: .venv/everything
 	$(BIN)/ruff format --check src tests bench docs examples
 	$(BIN)/mypy
 
+# Whether this tree computes and shows the same numbers as an older commit: about ten minutes on two cores, and as long
+# again the first time. `make equal ONLY="trace deploy"` takes some verbs.
+BASE ?= d130f29
+ONLY ?=
+equal: .venv/everything
+	$(BIN)/python bench/equal_tables.py equal --base $(BASE) $(if $(ONLY),--only $(ONLY))
+
 # The site, into site/; needs no network. Warnings are errors.
 docs: .venv/everything
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
@@ -52,6 +61,10 @@ study-smoke: .venv/everything
 # Comparisons, tables and figures of every study that was run, from its stored results; needs no GPU.
 studies-report: .venv/everything
 	$(BIN)/python studies/report.py
+
+# Tests of our own studies: their pages, probes, and that the stored claims have the verdicts that they had.
+studies-test: .venv/everything
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest studies/tests
 
 # A source distribution, and the wheel built from it.
 dist: .venv/core
@@ -75,6 +88,29 @@ bench-memory: .venv/core
 # Build time, size, first paint and tab switches of three reports.
 bench-report: .venv/everything
 	OMP_NUM_THREADS=1 PYTHONPATH=src $(BIN)/python bench/report.py
+
+# CPU seconds and memory of whole commands; SIDES="--source ../old/src --source src" compares two versions.
+bench-commands: .venv/everything
+	$(BIN)/python bench/commands.py $(SIDES)
+
+# Tables of deploy on a trace of a million tokens.
+bench-deploy: .venv/core
+	$(BIN)/python bench/deploy.py
+
+# The rest runs on the CPU, in small, or with DEVICE="--device cuda" in the sizes of docs/benchmarks.md.
+DEVICE ?=
+bench-trace bench-monitor: bench-%: .venv/everything
+	PYTHONPATH=src $(BIN)/python bench/$*.py $(DEVICE)
+
+bench-intervene: .venv/everything
+	OMP_NUM_THREADS=1 $(BIN)/python bench/intervene.py
+
+bench-streamed: .venv/everything
+	$(BIN)/python bench/execution.py $(or $(DEVICE),--layers 20 --hidden 512 --most 3GB --tokens 2048)
+
+bench-lab: .venv/everything
+	PYTHONPATH=src $(BIN)/python bench/lab.py $(DEVICE)
+	$(if $(DEVICE),PYTHONPATH=src $(BIN)/python bench/captured.py)
 
 # On a machine with a GPU; qwen3 writes 20 GB into the temporary folder.
 bench-gpu: .venv/core

@@ -18,7 +18,7 @@ import torch
 from moescope.lab import training
 from moescope.lab.config import LabConfig, settle
 from moescope.lab.corpus import read_corpus, training_vocabulary
-from moescope.lab.train import initial_model, make_data
+from moescope.lab.training import initial_model
 from moescope.routing.monitor import LoopMonitor
 
 SKIPPED = 10  # steps before the clock starts: libraries, compiling, capture
@@ -67,7 +67,7 @@ def main() -> None:
     routers = given.routers.split(",")
     first = config_of(routers[0], given)
     corpus = read_corpus(first.data)
-    data = make_data(first, corpus, training_vocabulary(first, corpus))
+    data = training.Data.of(first, corpus, training_vocabulary(first, corpus))
     print(f"{'':16}{'launched, ms':>14}{'captured, ms':>14}{'ratio':>8}{'loss differs by':>17}", flush=True)
     for router in routers:
         config = config_of(router, given)

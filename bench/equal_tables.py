@@ -1,17 +1,25 @@
 """Whether two versions of moescope write the same numbers: for refactorings that are to change no behaviour.
 
+    make equal                                # this tree against d130f29, or BASE=COMMIT; ONLY="trace deploy"
     python bench/equal_tables.py save OLD --source ../old/src
     python bench/equal_tables.py save NEW --source src --models OLD/models
     python bench/equal_tables.py compare OLD NEW
+    python bench/equal_tables.py equal --base d130f29 --only trace deploy    # all of this, and the pages
 
-`save` runs every verb on small models through the command line, which takes about six minutes. Models and
-texts are made from seeds, trained lab models by the `train` of the code at hand; hence `--models`, so that
-both versions read the same bytes. What the commands print goes to FOLDER/logs and is not compared.
+`save` runs every verb on small models through the command line, `--jobs` commands at a time. Models and texts
+are made from seeds, trained lab models by the `train` of the code at hand; hence `--models`, so that both
+versions read the same bytes. `--only` takes names of runs or what they begin with (trace, ray, train-base);
+runs that these read come along. What the commands print goes to FOLDER/logs and is not compared.
 
-`compare` looks at every table, plan and written checkpoint, cell by cell. It reads parquet, JSON and
-safetensors files itself, so neither version has to read the other's. It leaves out times, speeds and memory
-(IGNORED). What has another name now is told in RENAMED_*; whatever else only the old folder has is missing,
-and an error.
+`compare` looks at every table, plan, list and written checkpoint, cell by cell: counts exactly, other numbers
+to 1e-12 of max(1, |x|). It reads the files itself, so neither version has to read the other's. New tables,
+columns and files are listed and allowed; what is lost or changed is an error unless `intended.toml` beside
+this file names it. Times, speeds and memory are left out (IGNORED). Runs on two Ray workers are also compared
+with the run of the same version in one process.
+
+`equal` checks the base out with `git worktree`, keeps its results in `--cache` (runs/equal-BASE), writes this
+tree's into runs/equal-new, and runs `equal_pages.py` too. Both versions use the packages of the Python that
+runs this.
 """
 
 from __future__ import annotations
@@ -21,12 +29,19 @@ import base64
 import json
 import math
 import os
+import runpy
 import shutil
 import struct
 import subprocess
 import sys
+import tempfile
 import time
+import tomllib
+import traceback
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -35,23 +50,16 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-# What version 0.2 renamed; replace these for another pair of versions.
-LOADS = "cv max_violation max_over_mean gini min_max_ratio load_entropy load_entropy_bits load_entropy_share"
-RENAMED_TENSORS: dict[str, str] = {"gate_mass_BE": "gate_sums_BE"}  # parts of names in safetensors files
-RENAMED_FOLDERS: dict[str, str] = {"scans/a": "scan-a", "scans/b": "scan-b"}  # of runs inside a run
-RENAMED_TABLES: dict[str, str] = {"pieces": "token_text"}  # old name -> new name
-# "column", or "table.column" with the old table's name -> new column
-RENAMED_COLUMNS: dict[str, str] = {"gate_mass": "gate_weight", "routing_layers.floor": "chance"}
-RENAMED_VALUES: dict[str, dict[str, str]] = {  # texts in cells: column -> old text -> new text
-    "metric": {f"gate_mass_{name}": f"gate_weight_{name}" for name in LOADS.split()}
-    | {f"experts_a_token{end}": f"experts_per_token{end}" for end in ("", "_spread")},
-    "method": {"gate_mass": "gate_weight"},
-}
+HERE = Path(__file__).resolve().parent
+BASE = "d130f29"
 IGNORED = {  # times, speeds and memory: "column", or "table.column"
     "tokens_per_second", "step_seconds", "peak_memory_bytes", "seconds", "milliseconds", "overhead.share",
 }  # fmt: skip
-IGNORED_KEYS = {"path", "header_hash", "arrays_sha256", "moescope_plan"}  # of plan.json
+IGNORED_KEYS = {"path", "header_hash", "arrays_sha256", "moescope_plan", "seconds"}  # of JSON files
+IGNORED_FILES = {"run.json", "setup.json"}
 TOLERANCE = 1e-12  # times max(1, |x|)
+# Runs of one version that agree: on two Ray workers -> in this process.
+PAIRS = {"ray-trace": "trace-qwen", "ray-compress": "compress-reap"}
 
 WORDS = [f"{first}{second}" for first in ("bar", "cop", "lin", "sal", "tim", "wo", "fla") for second in
          ("ley", "per", "en", "ty", "ber", "ol", "xen", "ring")]  # fmt: skip
@@ -63,6 +71,7 @@ SIZES: dict[str, Any] = {  # of the transformers models; each config takes those
     "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
 }  # fmt: skip
 KINDS: dict[str, dict[str, Any]] = {
+    "llama": {},
     "mixtral": {"num_local_experts": EXPERTS},
     "qwen3_moe": {"num_experts": EXPERTS},
     "deepseek_v3": {
@@ -103,15 +112,36 @@ model = {{ router = "top2" }}
 [arms.spectra]
 model = {{ router = "spectra" }}
 """
+EXISTING = """
+[base]
+{base}
+[data]
+validation_share = 0.3
+domains = {{ first = "{first}", second = "{second}" }}
+[train]
+steps = 6
+batch_size = 4
+sequence_length = 32
+learning_rate = 0.003
+warmup = 2
+evaluate_every = 3
+checkpoint_every = 6
+evaluation_rows = 8
+"""
+BASES = {  # what becomes of a model: base model, settings
+    "kept": ("mixtral", 'trained = "routers+experts"'),
+    "routers": ("mixtral", 'router = "spectra"\ncontrols = true'),
+    "dense": ("llama", "experts = 4\nnoise = 0.01\ncontrols = true"),
+}
 MONITOR = """
 import sys, torch, moescope
 from transformers import AutoModelForCausalLM
 model = AutoModelForCausalLM.from_pretrained(sys.argv[1], output_router_logits=True).train()
 optimiser = torch.optim.SGD(model.parameters(), lr=0.01)
 generator = torch.Generator().manual_seed(0)
-scan = {"scan": moescope.scan_model} if hasattr(moescope, "scan_model") else {}  # version 0.1 has its own
 monitor = moescope.Monitor(
-    out=sys.argv[2], every=4, decisions_every=2, gradients_every=4, scan_every=8, coactivation=True, **scan
+    out=sys.argv[2], every=4, decisions_every=2, gradients_every=4, scan_every=8, scan=moescope.scan_model,
+    coactivation=True,
 ).watch(model)
 for _ in range(12):
     ids = torch.randint(3, 60, (4, 24), generator=generator)
@@ -128,9 +158,9 @@ monitor.close()
 # --- save: models and texts
 
 
-def build_models(folder: Path, python: Python) -> None:
-    """Everything that commands read: texts, traces of other tools, settings, random and trained models."""
-    folder.mkdir(parents=True)
+def build_models(folder: Path) -> None:
+    """All that commands read but trained models: texts, other tools' traces, settings, random models."""
+    folder.mkdir(parents=True, exist_ok=True)
     write_texts(folder)
     write_recorded(folder)
     for kind in KINDS:
@@ -143,9 +173,8 @@ def build_models(folder: Path, python: Python) -> None:
     (folder / "some.toml").write_text(TRAINING.format(**{**settings, "more": some}))
     base = TRAINING.format(**{**settings, "steps": 12, "base": "base."})
     (folder / "study.toml").write_text(STUDY.format(base=base))
-    for router in ("top2", "hash"):
-        out = folder / f"lab-{router}"
-        python.run(f"model-{router}", "train", folder / "train.toml", "--router", router, "--out", out)
+    for name, (_, changes) in BASES.items():
+        (folder / f"base-{name}.toml").write_text(EXISTING.format(base=changes, **texts))
 
 
 def write_texts(folder: Path) -> None:
@@ -205,138 +234,228 @@ def save_transformers(folder: Path, kind: str, nudge: float = 0.0) -> None:
 # --- save: commands
 
 
-@dataclass
-class Python:
-    """This interpreter with the moescope of one source folder, and which commands failed so far."""
-
-    source: Path
-    folder: Path
-    failed: list[str] = field(default_factory=list)
-
-    def ask(self, *arguments: Any) -> subprocess.CompletedProcess[str]:
-        fixed = {"PYTHONPATH": str(self.source), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
-        isa = os.environ.get("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_BF16")  # the same kernels on every machine
-        environment = {**os.environ, **fixed, "ONEDNN_MAX_CPU_ISA": isa, "COLUMNS": "200"}
-        return subprocess.run(
-            [sys.executable, *map(str, arguments)],
-            cwd=self.folder, env=environment, capture_output=True, text=True, check=False,
-        )  # fmt: skip
-
-    def run(self, name: str, *arguments: Any) -> None:
-        """`moescope ARGUMENTS`, or with "-c" first any Python; what it prints goes to a log of that name."""
-        start = time.perf_counter()
-        done = self.ask(*(() if arguments[0] == "-c" else ("-m", "moescope")), *arguments)
-        log = self.folder / "logs" / f"{name}.txt"
-        log.parent.mkdir(exist_ok=True)
-        printed = done.stdout + done.stderr
-        log.write_text(printed)
-        print(f"{name:24} {time.perf_counter() - start:6.1f} s", flush=True)
-        if done.returncode:
-            self.failed.append(name)
-            print(f"  FAILED with {done.returncode}; see {log}\n{printed[-2000:]}", flush=True)
-
-
-def commands(models: Path, out: Path, recorded: str) -> dict[str, list[Any]]:
+def commands(models: Path, out: Path, source: Path) -> dict[str, list[Any]]:
     """Every command by the name of its run folder; later ones may read the runs of earlier ones."""
-    mixtral, qwen, deepseek = (models / kind for kind in KINDS)
+    mixtral, qwen, deepseek = (models / kind for kind in ("mixtral", "qwen3_moe", "deepseek_v3"))
     later = models / "mixtral-later"
     lab = [models / f"lab-top2/checkpoints/step-{step}" for step in (10, 20)]
     hashed = models / "lab-hash/checkpoints/step-20"
     domains = ["--domain", f"first={models}/first.jsonl", "--domain", f"second={models}/second.jsonl"]
     text: list[Any] = ["--text", models / "first.jsonl", "--text", models / "second.jsonl"]
     readings = ["--matrix", "gate,up,gate_up,down", "--router", "raw,centered"]
-    half = ["--keep", "0.5"]
+    half, few = ["--keep", "0.5"], ["--max-tokens", "1500"]
+    ray, streamed = ["--engine", "ray", "--jobs", "2"], ["--execution", "streamed"]
     made: dict[str, list[Any]] = {
         "scan-mixtral": ["scan", mixtral, *readings],
-        "scan-later": ["scan", later, *readings],
-        "scan-qwen": ["scan", qwen, *readings, "--precision", "exact", "--null", "shuffle"],
+        "scan-later": ["scan", later, "--matrix", "gate,down"],
+        "scan-qwen": ["scan", qwen, "--matrix", "gate_up", *readings[2:], "--precision", "exact"],
         "scan-deepseek": ["scan", deepseek, *readings[:2], "--fold-norm", "--k", "3,5"],
-        "scan-steps": ["scan", mixtral, later, "--k-star", "128", "--allow-full-rank"],
+        "scan-steps": ["scan", mixtral, later],
         "scan-lab": ["scan", *lab, "--router", "raw,centered"],
         "scan-hash": ["scan", hashed, "--matrix", "gate,down"],
         "trace-mixtral": ["trace", mixtral, later, *domains, "--phase", "both", "--save-tokens"],
-        "trace-qwen": ["trace", qwen, *domains, "--save-tokens", "--max-tokens", "1500"],
+        "trace-qwen": ["trace", qwen, *domains, "--save-tokens", *few],
         "trace-deepseek": ["trace", deepseek, *domains, "--phase", "both", "--max-tokens", "800"],
         "trace-decode": ["trace", mixtral, *text, "--phase", "decode", "--max-tokens", "600"],
+        "trace-next": ["trace", qwen, *domains, "--save-tokens", "--probe-next", "--max-tokens", "3000"],
         "trace-lab": ["trace", *lab, *domains, "--save-tokens", "--max-tokens", "3000"],
         "trace-hash": ["trace", hashed, *domains, "--max-tokens", "2000"],
-    }
+        "streamed-trace": ["trace", deepseek, *domains, "--save-tokens", *few, *streamed],
+        "ray-trace": ["trace", qwen, *domains, "--save-tokens", *few, *ray],
+        "compare-plain": ["compare", mixtral, later],
+        "compare-matched": ["compare", mixtral, later, "--matched", "--series", "later"],
+        "compare-held-out": ["compare", *lab, "--matched", "--match-by", "held_out"],
+        "compare-traces": ["compare", out / "trace-qwen", out / "trace-next"],
+        "train-top2": ["train", models / "train.toml", "--router", "top2"],
+        "train-spectra": ["train", models / "train.toml", "--router", "spectra"],
+        "train-some": ["train", models / "some.toml", "--router", "some"],
+        "train-expert_choice": ["train", models / "train.toml", "--router", "expert_choice"],
+        "train-from": ["train", models / "train.toml", "--from", lab[-1], "--seed", "3"],
+        "study": ["study", models / "study.toml"],
+        "intervene-set": ["intervene", mixtral, *domains, "--set", "layer=1 expert=3 ablate",
+                          "--set", "layer=2 uniform_router", "--generate", "barley copper linen"],
+        "intervene-experts": ["intervene", mixtral, *domains, "--sweep", "experts"],
+        "intervene-layers": ["intervene", lab[-1], *domains, "--sweep", "layers", "--set", "uniform_router"],
+        "intervene-k": ["intervene", lab[-1], *domains, "--sweep", "k", "--max-tokens", "3000"],
+        "intervene-top_k": ["intervene", deepseek, *domains, "--sweep", "top_k"],
+        "intervene-streamed": ["intervene", qwen, *domains, "--sweep", "experts", "--layers", "1", *streamed],
+        "deploy-mixtral": ["deploy", out / "trace-mixtral", "--model", mixtral, "--bandwidth", "7",
+                           "--slots", "2,0.5,1.0", "--gpus", "4", "--nodes", "2", "--redundant", "4"],
+        "deploy-next": ["deploy", out / "trace-next", "--expert-bytes", "9000"],
+        "deploy-lab": ["deploy", out / "trace-lab", "--cold", "--batch-tokens", "64"],
+    }  # fmt: skip
     for name, file, model_given in (
         ("vllm", models / "vllm.jsonl", []),
         ("sglang", models / "sglang.jsonl", [mixtral]),
         ("llamacpp", models / "llamacpp.csv", []),
         ("moescope", out / "trace-qwen/tokens.parquet", []),
     ):
-        made[f"recorded-{name}"] = [
-            "trace",
-            *model_given,
-            recorded,
-            file,
-            "--format",
-            name,
-            "--experts",
-            EXPERTS,
-        ]
-    made |= {
-        "compare-plain": ["compare", mixtral, later],
-        "compare-matched": ["compare", mixtral, later, "--matched", "--series", "later"],
-        "compare-held-out": ["compare", *lab, "--matched", "--match-by", "held_out"],
-        "compare-scans": ["compare", out / "scan-mixtral", out / "scan-later"],
-        "compare-traces": ["compare", out / "trace-qwen", out / "trace-mixtral"],
-        "train-top2": ["train", models / "train.toml", "--router", "top2"],
-        "train-spectra": ["train", models / "train.toml", "--router", "spectra"],
-        "train-some": ["train", models / "some.toml", "--router", "some"],
-        "train-expert_choice": ["train", models / "train.toml", "--router", "expert_choice"],
-        "train-from": ["train", models / "train.toml", "--from", lab[-1], "--seed", "3"],
-        "compare-trainings": ["compare", out / "train-top2", out / "train-from"],
-        "study": ["study", models / "study.toml"],
-    }
+        given = ["--recorded", file, "--format", name, "--experts", EXPERTS]
+        made[f"trace-recorded-{name}"] = ["trace", *model_given, *given]
+    for name, (model, _) in BASES.items():
+        made[f"train-base-{name}"] = ["train", models / f"base-{name}.toml", "--base", models / model]
     plans: list[tuple[str, Path, str, list[Any]]] = [
-        ("reap", mixtral, "reap", [*half, *text, "--apply"]),
-        ("hc_smoe", qwen, "hc_smoe", [*half, *text, "--apply"]),
-        ("m_smoe", deepseek, "m_smoe_permuted", [*half, *text, "--sequential"]),
-        ("weights", mixtral, "weights", [*half, "--apply"]),
-        ("frequency", mixtral, "frequency", ["--keep", "5", *text]),
-        ("random", deepseek, "random", [*half, *text, "--controls", "1"]),
-        ("lab", lab[-1], "hc_smoe", [*half, *text, "--apply"]),
-        ("hash", hashed, "reap", [*half, *text, "--apply"]),
+        ("compress-reap", mixtral, "reap", [*half, *text, "--apply"]),
+        ("compress-hc_smoe", qwen, "hc_smoe", [*half, *text, "--apply"]),
+        ("compress-m_smoe", deepseek, "m_smoe_permuted", [*half, *text]),
+        ("compress-weights", mixtral, "weights", [*half, "--apply"]),
+        ("compress-frequency", mixtral, "frequency", ["--keep", "5", *text]),
+        ("compress-random", deepseek, "random", [*half, *text, "--controls", "1"]),
+        ("compress-lab", lab[-1], "hc_smoe", [*half, *text, "--apply"]),
+        ("compress-hash", hashed, "reap", [*half, *text, "--apply"]),
+        ("streamed-compress", qwen, "reap", [*half, *text, *few, *streamed]),
+        ("ray-compress", mixtral, "reap", [*half, *text, *ray, "--apply"]),
     ]
     for name, model, method, more in plans:
         more += [out / "applied" / name] if more[-1] == "--apply" else []
-        made[f"compress-{name}"] = ["compress", model, "--method", method, *more]
+        made[name] = ["compress", model, "--method", method, *more]
     for name, arguments in made.items():
-        arguments += ["--out", out / name, "--device", "cpu"]
+        device = [] if arguments[0] == "deploy" else ["--device", "cpu"]
+        arguments += ["--out", out / name, *device]
+    for model in (mixtral, deepseek, lab[-1]):
+        made[f"inspect-{model.name}"] = ["inspect", model, "--json"]
+    two = [out / "scan-mixtral", out / "scan-later"]
+    made["report-scans"] = ["report", *two, "--out", out / "report-scans/report.html"]
+    two = [out / "scan-mixtral", out / "trace-mixtral"]
+    made["report-model"] = ["report", *two, "--out", out / "report-model/report.html"]
+    stored = sorted((source.parent / "studies").glob("*/run"))
+    for study in stored:
+        name = f"stored-{study.parent.name}"
+        made[name] = ["report", study, "--out", out / name / "report.html"]
+    if results := sorted((source.parent / "studies").glob("*/results.toml")):
+        files = [word for file in results for word in ("--results", file)]
+        made["claims"] = ["report", *stored, *files, "--json", "--out", out / "claims/report.html"]
     made["monitor"] = ["-c", MONITOR, mixtral, out / "monitor"]
-    made["demo-planted"] = ["demo", "--planted", "--out", out / "demo-planted"]
     made["demo"] = ["demo", "--out", out / "demo"]
     return made
 
 
-def save(folder: Path, source: Path, models: Path | None, only: list[str]) -> int:
-    """Run every command, or only those named, into FOLDER; 1 if one of them failed."""
-    start = time.perf_counter()
+def training_commands(models: Path) -> dict[str, list[Any]]:
+    """The commands that train the models which the others read."""
+    training = ["train", models / "train.toml", "--device", "cpu"]
+    routers = ("top2", "hash")
+    return {f"lab-{name}": [*training, "--router", name, "--out", models / f"lab-{name}"] for name in routers}
+
+
+def preload(source: Path) -> None:
+    """Import what every command needs, once for all of them; the code under test comes from `source`."""
+    fixed = {"PYTHONPATH": str(source), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "COLUMNS": "200"}
+    os.environ.update(fixed)
+    os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_BF16")  # the same kernels on every machine
+    sys.path.insert(0, str(source))
+    import moescope
+
+    if not Path(moescope.__file__).is_relative_to(source):
+        raise SystemExit(f"{source}: no moescope in it; python imports {moescope.__file__}")
+    import pandas  # noqa: F401
+    import plotly.graph_objects  # noqa: F401
+    import scipy.linalg
+    import scipy.stats  # noqa: F401
+    import torch  # noqa: F401
+    from transformers import AutoModelForCausalLM, MixtralForCausalLM  # noqa: F401
+
+
+def execute(arguments: Sequence[Any], log: Path) -> None:
+    """In a child process: `moescope ARGUMENTS`, or with "-c" first any Python; output goes to the log."""
+    log.parent.mkdir(parents=True, exist_ok=True)
+    for descriptor, file in ((1, log), (2, log.with_suffix(".err"))):
+        os.dup2(os.open(file, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), descriptor)
+    words = [str(argument) for argument in arguments]
+    if words[0] == "-c":
+        sys.argv = ["-c", *words[2:]]
+        exec(compile(words[1], "<command>", "exec"), {"__name__": "__main__"})
+        return
+    sys.argv = ["moescope", *words]
+    runpy.run_module("moescope", run_name="__main__", alter_sys=True)
+
+
+def start(work: Callable[[], object]) -> int:
+    """Do the work in a forked process, whose number is returned; it ends as a Python of its own would."""
+    sys.stdout.flush()
+    if child := os.fork():
+        return child
+    code = 1
+    try:
+        work()
+        code = 0
+    except SystemExit as end:
+        code = end.code if isinstance(end.code, int) else int(end.code is not None)
+        if isinstance(end.code, str):
+            print(end.code, file=sys.stderr)
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+
+
+def run_all(every: dict[str, list[Any]], folder: Path, jobs: int) -> list[str]:
+    """Run commands, each after those whose folders it reads; return the names of those that failed."""
+    waiting, running, failed = list(every), dict[int, tuple[str, float]](), []
+    reads = {name: inputs(arguments, folder) - {name} for name, arguments in every.items()}
+    while waiting or running:
+        unfinished = {*waiting, *(name for name, _ in running.values())}
+        ready = next((name for name in waiting if not reads[name] & unfinished), None)
+        if ready is not None and len(running) < jobs:
+            waiting.remove(ready)
+            work = partial(execute, every[ready], folder / "logs" / f"{ready}.txt")
+            running[start(work)] = ready, time.perf_counter()
+            continue
+        child, status, used = os.wait4(-1, 0)
+        name, started = running.pop(child)
+        seconds = time.perf_counter() - started
+        print(f"{name:24} {seconds:6.1f} s, CPU {used.ru_utime + used.ru_stime:6.1f} s", flush=True)
+        if status:
+            failed.append(name)
+            log = folder / "logs" / f"{name}.err"
+            print(f"  FAILED with status {status}; see {log}\n{log.read_text()[-2000:]}", flush=True)
+    return failed
+
+
+def inputs(arguments: Sequence[Any], folder: Path) -> set[str]:
+    """Names of the runs in the folder that a command reads or writes."""
+    paths = [path for path in arguments if isinstance(path, Path) and path.is_relative_to(folder)]
+    return {path.relative_to(folder).parts[0] for path in paths}
+
+
+def chosen(every: dict[str, list[Any]], only: Sequence[str], folder: Path) -> list[str]:
+    """Return the runs whose names `only` begins (all without it), and the runs that these read."""
+    wanted = {name for name in every if not only or name.startswith(tuple(only))}
+    if unknown := [start for start in only if not any(name.startswith(start) for name in every)]:
+        raise SystemExit(f"--only {' '.join(unknown)}: known are {', '.join(every)}")
+    while more := {read for name in wanted for read in inputs(every[name], folder) & set(every)} - wanted:
+        wanted |= more
+    return [name for name in every if name in wanted]
+
+
+def save(folder: Path, source: Path, models: Path | None, only: Sequence[str], jobs: int) -> int:
+    """Run every command, or only those chosen, into FOLDER; 1 if one of them failed."""
+    begun = time.perf_counter()
     folder.mkdir(parents=True, exist_ok=True)
-    python = Python(source, folder)
-    found = python.ask("-c", "import moescope; print(moescope.__file__)").stdout.strip()
-    if not Path(found).is_relative_to(source):
-        raise SystemExit(f"{source}: no moescope in it; python imports {found or 'none'}")
+    os.chdir(folder)
+    preload(source)
     if models is None:
         models = folder / "models"
-        if not models.exists():
-            build_models(models, python)
-        if python.failed:
-            raise SystemExit(f"{models}: not all models could be made; remove the folder and try again")
-    options = python.ask("-m", "moescope", "trace", "--help").stdout
-    recorded = "--recorded" if "--recorded" in options else "--import"  # as older versions call it
-    every = commands(models, folder, recorded)
-    if unknown := set(only) - set(every):
-        raise SystemExit(f"--only {' '.join(sorted(unknown))}: known are {', '.join(every)}")
-    for name in only or every:
-        for left in (folder / name, folder / "applied" / name.removeprefix("compress-")):
+        if not (models / "complete").exists():
+            shutil.rmtree(models, ignore_errors=True)
+            os.waitpid(start(partial(build_models, models)), 0)
+            if failed := run_all(training_commands(models), folder, jobs):
+                raise SystemExit(f"models: {', '.join(failed)} failed")
+            (models / "complete").touch()
+    every = commands(models, folder, source)
+    names = chosen(every, only, folder)
+    for name in names:
+        for left in (folder / name, folder / "applied" / name):
             shutil.rmtree(left, ignore_errors=True)  # a finished run would be taken as it is
-        python.run(name, *every[name])
-    print(f"{time.perf_counter() - start:.0f} s; failed: {', '.join(python.failed) or 'none'}")
-    return 1 if python.failed else 0
+        if every[name][0] in ("inspect", "report"):  # these write no run folder
+            (folder / name).mkdir()
+    failed = run_all({name: every[name] for name in names}, folder, jobs)
+    for name in names:
+        if "--json" in every[name]:
+            shutil.copy(folder / "logs" / f"{name}.txt", folder / name / "printed.json")
+    print(f"{time.perf_counter() - begun:.0f} s; failed: {', '.join(failed) or 'none'}")
+    return 1 if failed else 0
 
 
 # --- compare
@@ -346,37 +465,59 @@ def save(folder: Path, source: Path, models: Path | None, only: list[str]) -> in
 class Tally:
     """What was compared in one run, or in all; of a safetensors file a tensor counts as a row."""
 
-    tables: int = 0
+    files: int = 0
     rows: int = 0
     cells: int = 0
     largest: float = 0.0  # difference, relative to max(1, |x|)
 
     def add(self, other: Tally) -> None:
-        self.tables += other.tables
+        self.files += other.files
         self.rows += other.rows
         self.cells += other.cells
         self.largest = max(self.largest, other.largest)
 
     def line(self, name: str) -> str:
-        return f"{name:70} {self.tables:6} {self.rows:8} {self.cells:10} {self.largest:19.3g}"
+        return f"{name:50} {self.files:6} {self.rows:8} {self.cells:10} {self.largest:19.3g}"
+
+
+Intended = dict[str, tuple[str, float]]  # pattern of places -> why they differ, and how much at most
+
+
+def read_intended() -> Intended:
+    entries = tomllib.loads((HERE / "intended.toml").read_text()).get("intended", [])
+    return {
+        place: (entry["why"], entry.get("within", math.inf)) for entry in entries for place in entry["places"]
+    }
 
 
 @dataclass
 class Comparison:
-    """Two folders that `save` wrote, and what was found so far."""
+    """Two runs of the same name in two folders, or of two names in one, and what was found so far."""
 
     old: Path
     new: Path
-    every_column: bool
+    intended: Intended
+    every_column: bool = False
     wrong: list[str] = field(default_factory=list)
     added: list[str] = field(default_factory=list)
+    excused: dict[str, list[str]] = field(default_factory=dict)  # pattern -> what it excuses
+
+    def complain(self, what: str, place: str, shown: str = "", gap: float = math.inf) -> None:
+        """Note an error, or an intended difference."""
+        line = f"{what} {place}{shown and ': '}{shown}"
+        for pattern, (_, within) in self.intended.items():
+            if gap <= within and fnmatchcase(place, pattern):
+                self.excused.setdefault(pattern, []).append(line)
+                return
+        self.wrong.append(line)
 
     def missing(self, what: str, in_old: set[str], in_new: set[str], place: str = "") -> None:
-        """Note what one side has alone; `in_old` under its new names."""
-        self.wrong += [f"MISSING {what}: {place}{name}" for name in sorted(in_old - in_new)]
-        self.added += [f"{what}: {place}{name}" for name in sorted(in_new - in_old)]
+        """Note what one side has alone."""
+        for name in sorted(in_old - in_new):
+            self.complain(f"MISSING {what}", f"{place}{name}")
+        self.added += [f"{what} {place}{name}" for name in sorted(in_new - in_old)]
 
-    def judge(self, tally: Tally, place: str, before: Any, after: Any) -> None:
+    def judge(self, tally: Tally, place: str, before: Any, after: Any, exact: bool = False) -> None:
         """Numbers, or texts, as many on both sides: count them, and say where they differ."""
         tally.cells += len(before)
         if before.dtype == object:
@@ -395,141 +536,157 @@ class Comparison:
             shown = f"largest difference {gap.max(initial=0.0):.3g}, relative {worst:.3g}"
             shown += f", {(~same).sum()} of {len(before)} differ"
         tally.largest = max(tally.largest, worst)
-        if worst > TOLERANCE:
-            self.wrong.append(f"DIFFERS {place}: {shown}")
+        if worst > (0.0 if exact else TOLERANCE):
+            self.complain("DIFFERS", place, shown, worst)
         elif self.every_column:
             print(f"  {place}: {shown}")
 
-    # --- tables
-
-    def run(self, name: str) -> Tally:
-        """All tables of a run folder, its plan, and what a comparison of two runs keeps in run.json."""
+    def run(self, name: str, other: str = "") -> Tally:
+        """Compare all files of a run, or of two runs."""
         tally = Tally()
-        files = (self.old / old_place(name)).glob("*.parquet")
-        old = {RENAMED_TABLES.get(file.stem, file.stem): file for file in files}
-        new = {file.stem: file for file in (self.new / name).glob("*.parquet")}
-        self.missing("table", set(old), set(new), f"{name}/")
-        for table in sorted(set(old) & set(new)):
-            tally.add(self.table(f"{name}/{table}", old[table], new[table]))
-        for file in ("plan.json", "run.json"):
-            if (self.old / old_place(name) / file).exists():
-                self.facts(tally, f"{name}/{file}")
+        sides = files(self.old / name), files(self.new / (other or name))
+        self.missing("file", *sides, f"{name}/")
+        for file in sorted(sides[0] & sides[1]):
+            place, before, after = f"{name}/{file}", self.old / name / file, self.new / (other or name) / file
+            tally.files += 1
+            if before.suffix == ".parquet":
+                self.table(tally, place.removesuffix(".parquet"), before, after)
+            elif before.suffix == ".json":
+                self.facts(tally, place, *(json.loads(side.read_text()) for side in (before, after)))
+            elif before.suffix == ".safetensors":
+                self.tensors(tally, place, before, after)
+            elif before.read_bytes() != after.read_bytes():
+                self.complain("DIFFERS", place, "not the same text")
         return tally
 
-    def table(self, place: str, old: Path, new: Path) -> Tally:
+    def conclude(self, listed: list[tuple[str, list[str]]], some: bool) -> int:
+        """Print what was found; 1 if anything is wrong, or if nothing was compared."""
+        for pattern, lines in self.excused.items():
+            print(f"intended: {pattern} ({self.intended[pattern][0]}): {len(lines)}")
+        for title, lines in (("only in the new one", self.added), *listed, ("wrong", self.wrong)):
+            print(f"{title}: {len(lines)}")
+            print("".join(f"  {line}\n" for line in lines), end="")
+        return 1 if self.wrong or not some else 0
+
+    # --- tables
+
+    def table(self, tally: Tally, place: str, old: Path, new: Path) -> None:
         """Rows of both sorted by all common columns but floats and lists; keys come first in every table."""
-        before, after = renamed(pq.read_table(old), old.stem), pq.read_table(new)
+        before, after = pq.read_table(old), pq.read_table(new)
         self.missing("column", set(before.column_names), set(after.column_names), f"{place}.")
-        tally = Tally(tables=1, rows=len(before))
-        if len(before) != len(after):
-            self.wrong.append(f"DIFFERS {place}: {len(before)} rows -> {len(after)}")
-            tally.largest = math.inf
-            return tally
+        before, after = self.without_intended(place, before), self.without_intended(place, after)
+        tally.rows += len(before)
         both = [column for column in before.column_names if column in after.column_names]
         both = [column for column in both if not {column, f"{old.stem}.{column}"} & IGNORED]
         order = [(column, "ascending") for column in both if sortable(before[column], after[column])]
+        if len(before) != len(after):
+            shown = rows_lost(before, after, [column for column, _ in order])
+            self.complain("DIFFERS", place, f"{len(before)} rows -> {len(after)}{shown}")
+            tally.largest = math.inf
+            return
         if order:
             before, after = before.sort_by(order), after.sort_by(order)
         for column in both:
             self.column(tally, f"{place}.{column}", before[column], after[column])
-        return tally
+
+    def without_intended(self, place: str, table: pa.Table) -> pa.Table:
+        """Leave out the rows that `TABLE.COLUMN=VALUE` of intended.toml names."""
+        for pattern in self.intended:
+            column_place, _, value = pattern.partition("=")
+            for column in table.column_names if value else ():
+                if fnmatchcase(f"{place}.{column}", column_place):
+                    named = pc.fill_null(pc.equal(pc.cast(table[column], pa.string()), value), False)
+                    if pc.any(named).as_py():
+                        self.excused.setdefault(pattern, []).append(f"ROWS {place}.{column}={value}")
+                        table = table.filter(pc.invert(named))
+        return table
 
     def column(self, tally: Tally, place: str, before: pa.ChunkedArray, after: pa.ChunkedArray) -> None:
         """One column; of lists first their lengths, then what they hold, one after the other."""
         if kind_of(before.type) != kind_of(after.type):
-            self.wrong.append(f"DIFFERS {place}: {before.type} -> {after.type}")
+            self.complain("DIFFERS", place, f"{before.type} -> {after.type}")
             tally.largest = math.inf
         elif kind_of(before.type) == "list":
             lengths = [numbers(pc.list_value_length(side)) for side in (before, after)]
             if np.array_equal(lengths[0], lengths[1], equal_nan=True):
                 self.column(tally, place, pc.list_flatten(before), pc.list_flatten(after))
             else:
-                self.wrong.append(f"DIFFERS {place}: lists of other lengths")
+                self.complain("DIFFERS", place, "lists of other lengths")
                 tally.largest = math.inf
         elif kind_of(before.type) == "number":
-            self.judge(tally, place, numbers(before), numbers(after))
+            counts = pa.types.is_integer(before.type)
+            self.judge(tally, place, numbers(before), numbers(after), exact=counts)
         else:
-            self.judge(tally, place, self.words(before, self.old), self.words(after, self.new))
+            self.judge(tally, place, *(self.words(side.to_pylist()) for side in (before, after)))
 
-    def words(self, side: pa.ChunkedArray, folder: Path) -> Any:
-        """Texts and truth values, without the folder's own path."""
-        return np.array([without(value, folder) for value in side.to_pylist()], dtype=object)
+    def words(self, values: list[Any]) -> Any:
+        """Texts and truth values, without the paths of the two folders."""
+        return np.array([self.without_folder(value) for value in values], dtype=object)
+
+    def without_folder(self, value: Any) -> Any:
+        if isinstance(value, str):
+            for folder in sorted((str(self.old), str(self.new)), key=len, reverse=True):
+                value = value.replace(folder, "")
+        return value
 
     # --- JSON and safetensors
 
-    def facts(self, tally: Tally, place: str) -> None:
-        """Numbers and texts of a plan, or of run.json's `changes`."""
-        names = all_renamed()
-        sides: list[dict[str, Any]] = []
-        for folder in (self.old, self.new):
-            path = folder / (old_place(place) if folder == self.old else place)
-            if not path.exists():
-                self.wrong.append(f"MISSING file: {place}")
-                return
-            said = json.loads(path.read_text())
-            if place.endswith("run.json"):
-                changes = [change for change in said.get("changes", []) if change["column"] not in IGNORED]
-                said = {f"{change['table']}.{change['column']}": change for change in changes}
-            found = dict(leaves(said, names if folder == self.old else {}))
-            sides.append({key: without(value, folder) for key, value in found.items()})
+    def facts(self, tally: Tally, place: str, before: Any, after: Any) -> None:
+        """Numbers and texts of a JSON file."""
+        sides = [{key: self.without_folder(value) for key, value in leaves(said)} for said in (before, after)]
         self.missing("value", set(sides[0]), set(sides[1]), f"{place}:")
         common = [key for key in sides[0] if key in sides[1]]
-        numeric = [key for key in common if all(type(side[key]) in (int, float) for side in sides)]
-        others = [key for key in common if key not in set(numeric)]  # texts, truth values and null
-        self.judge(tally, place, *(np.array([side[key] for key in numeric], dtype=float) for side in sides))
-        self.judge(
-            tally,
-            f"{place}:texts",
-            *(np.array([side[key] for key in others], dtype=object) for side in sides),
-        )
+        tally.rows += len(common)
+        for key in common:  # one by one: each is a place that may be intended to differ
+            pair = [side[key] for side in sides]
+            if all(type(value) in (int, float) for value in pair):
+                exact = type(pair[0]) is int
+                self.judge(tally, f"{place}:{key}", *(np.array([value], float) for value in pair), exact)
+            else:
+                self.judge(tally, f"{place}:{key}", *(np.array([value], object) for value in pair))
 
-    def tensors(self, place: str) -> Tally:
-        """A safetensors file: names, dtypes, shapes, and every bit."""
-        before, after = (safetensors(folder / place) for folder in (self.old, self.new))
+    def tensors(self, tally: Tally, place: str, old: Path, new: Path) -> None:
+        """A safetensors file: names, dtypes, shapes, numbers; of dtypes that numpy lacks every bit."""
+        before, after = safetensors(old), safetensors(new)
         self.missing("tensor", set(before), set(after), f"{place}:")
-        tally = Tally(tables=1, rows=len(before))
+        tally.rows += len(before)
         for name in sorted(set(before) & set(after)):
-            tally.cells += math.prod(before[name][1])
+            (kind, shape, content), (*same, other) = before[name], after[name]
+            if [kind, shape] == same and kind in ("F32", "F64"):
+                dtype = {"F32": "<f4", "F64": "<f8"}[kind]
+                sides = (np.frombuffer(side, dtype).astype(float) for side in (content, other))
+                self.judge(tally, f"{place}:{name}", *sides)
+                continue
+            tally.cells += math.prod(shape)
             if before[name] != after[name]:
                 tally.largest = math.inf
-                self.wrong.append(f"DIFFERS {place}: tensor {name} is not the same bit for bit")
-        return tally
+                self.complain("DIFFERS", f"{place}:{name}", "not the same bit for bit")
 
 
-def renamed(table: pa.Table, name: str) -> pa.Table:
-    """The old table under its new names."""
-    for number, column in enumerate(table.column_names):
-        values = {**RENAMED_VALUES.get(column, {}), **RENAMED_VALUES.get(f"{name}.{column}", {})}
-        if values:
-            texts = [values.get(text, text) for text in table[column].to_pylist()]
-            table = table.set_column(number, column, pa.array(texts, pa.string()))
-    for column in table.column_names:
-        new = RENAMED_COLUMNS.get(f"{name}.{column}", RENAMED_COLUMNS.get(column, column))
-        table = table.rename_columns({column: new})
-    return table
+def rows_lost(before: pa.Table, after: pa.Table, keys: list[str]) -> str:
+    """Say by the first column whose values are not as often there as before which rows come or go."""
+    for key in keys:
+        counts = [
+            {row["values"]: row["counts"] for row in pc.value_counts(side[key]).to_pylist()}
+            for side in (before, after)
+        ]
+        values = dict.fromkeys([*counts[0], *counts[1]])
+        changed = [f"{value!r} {counts[0].get(value, 0)} -> {counts[1].get(value, 0)}" for value in values
+                   if counts[0].get(value) != counts[1].get(value)]  # fmt: skip
+        if changed:
+            return f"; {key}: {', '.join(changed[:6])}{' ...' if len(changed) > 6 else ''}"
+    return ""
 
 
-def all_renamed() -> dict[str, str]:
-    """Every renaming in one, for JSON, where tables, columns and values all stand as texts."""
-    columns = {old.rpartition(".")[2]: new for old, new in RENAMED_COLUMNS.items()}
-    values = {old: new for texts in RENAMED_VALUES.values() for old, new in texts.items()}
-    return {**RENAMED_TABLES, **columns, **values}
-
-
-def leaves(value: Any, names: dict[str, str], place: str = "") -> list[tuple[str, Any]]:
-    """Every number, text and truth value in it by its place, under new names."""
+def leaves(value: Any, place: str = "") -> list[tuple[str, Any]]:
+    """Every number, text and truth value in it by its place."""
     if isinstance(value, dict):
-        told = [(key.split("."), kept) for key, kept in value.items() if key not in IGNORED_KEYS]
-        parts = [(".".join(names.get(word, word) for word in words), kept) for words, kept in told]
+        parts = [(key, inner) for key, inner in value.items() if key not in IGNORED_KEYS]
     elif isinstance(value, list):
-        parts = [(str(number), kept) for number, kept in enumerate(value)]
+        parts = [(str(number), inner) for number, inner in enumerate(value)]
     else:
-        return [(place, names.get(value, value) if isinstance(value, str) else value)]
-    return [leaf for key, kept in parts for leaf in leaves(kept, names, f"{place}/{key}")]
-
-
-def without(value: Any, folder: Path) -> Any:
-    return value.replace(str(folder), "") if isinstance(value, str) else value
+        return [(place, value)]
+    return [leaf for key, inner in parts for leaf in leaves(inner, f"{place}/{key}")]
 
 
 def sortable(*sides: pa.ChunkedArray) -> bool:
@@ -557,50 +714,75 @@ def safetensors(file: Path) -> dict[str, tuple[str, tuple[int, ...], bytes]]:
     for name, about in header.items():
         if name != "__metadata__":
             start, end = (8 + length + offset for offset in about["data_offsets"])
-            for old, new in RENAMED_TENSORS.items():
-                name = name.replace(old, new)
             found[name] = (about["dtype"], tuple(about["shape"]), content[start:end])
     return found
 
 
-def old_place(place: str) -> str:
-    """Where the old version has what the new one keeps under this path."""
-    for old, new in RENAMED_FOLDERS.items():
-        place = place.replace(new, old)
-    return place
+def files(folder: Path) -> set[str]:
+    """Files of a run that are compared, and those whose absence is an error."""
+    kinds = {".parquet", ".json", ".safetensors", ".jsonl", ".csv", ".txt", ".yaml"}
+    found = (file.relative_to(folder) for file in folder.rglob("*") if file.suffix in kinds)
+    return {str(file) for file in found if file.name not in IGNORED_FILES}
 
 
-def new_place(place: str) -> str:
-    for old, new in RENAMED_FOLDERS.items():
-        place = place.replace(old, new)
-    return place
+def run_names(folder: Path) -> set[str]:
+    """Runs of a folder, and the checkpoints that they wrote."""
+    runs = {path.name for path in folder.iterdir() if path.is_dir()} - {"models", "logs", "applied"}
+    return runs | {f"applied/{path.name}" for path in (folder / "applied").glob("*")}
 
 
-def files(folder: Path, pattern: str) -> set[str]:
-    """Files below the folder, but for the models that both sides read."""
-    found = (file.relative_to(folder) for file in folder.rglob(pattern))
-    return {str(file) for file in found if file.parts[0] not in ("models", "logs")}
-
-
-def compare(old: Path, new: Path, every_column: bool) -> int:
+def compare(old: Path, new: Path, every_column: bool, only: Sequence[str]) -> int:
     """Compare all runs and checkpoints of two folders; 1 if anything differs or is missing."""
-    comparison = Comparison(old, new, every_column)
-    totals = {"run": Tally(), "safetensors": Tally()}
-    print(f"{'run':70} {'tables':>6} {'rows':>8} {'cells':>10} {'largest difference':>19}")
-    for what, pattern in (("run", "run.json"), ("safetensors", "*.safetensors")):
-        sides = {new_place(file) for file in files(old, pattern)}, files(new, pattern)
-        comparison.missing(what, *sides)
-        for file in sorted(sides[0] & sides[1]):
-            place = str(Path(file).parent) if what == "run" else file
-            tally = comparison.run(place) if what == "run" else comparison.tensors(place)
-            print(tally.line(place))
-            totals[what].add(tally)
-        print(totals[what].line(f"all {len(sides[0] & sides[1])} of {what}") + "\n")
+    comparison = Comparison(old, new, read_intended(), every_column)
+    total = Tally()
+    print(f"{'run':50} {'files':>6} {'rows':>8} {'cells':>10} {'largest difference':>19}")
+    found = [run_names(side) for side in (old, new)]
+    if only:
+        found = [
+            {name for name in side if name.removeprefix("applied/").startswith(tuple(only))} for side in found
+        ]
+    comparison.missing("run", *found)
+    for name in sorted(found[0] & found[1]):
+        tally = comparison.run(name)
+        print(tally.line(name))
+        total.add(tally)
+    print(total.line(f"all {len(found[0] & found[1])}") + "\n")
+    pairs = Comparison(new, new, {}, every_column)
+    for distributed, local in PAIRS.items():
+        if {distributed, local} <= found[1]:
+            print(pairs.run(distributed, local).line(f"{distributed} and {local}"))
+    comparison.wrong += [f"{line} (two workers and one)" for line in pairs.wrong]
     print(f"not compared: {', '.join(sorted(IGNORED))}")
-    for title, found in (("only in the new one", comparison.added), ("wrong", comparison.wrong)):
-        print(f"{title}: {len(found)}")
-        print("".join(f"  {line}\n" for line in found), end="")
-    return 1 if comparison.wrong or not totals["run"].cells else 0
+    return comparison.conclude([], bool(total.cells))
+
+
+# --- both
+
+
+def equal(base: str, source: Path, cache: Path, only: Sequence[str], jobs: int) -> int:
+    """Save the base once, save this tree, and compare tables and pages; 1 if anything differs."""
+    python, script = sys.executable, [str(HERE / "equal_tables.py")]
+    selected = ["--only", *only] if only else []
+    results = HERE.parent / "runs" / "equal-new"
+    if not (cache / "complete").exists():
+        with tempfile.TemporaryDirectory() as scratch:
+            tree = Path(scratch) / "tree"
+            subprocess.run(["git", "worktree", "add", "--detach", tree, base], cwd=HERE, check=True)
+            try:
+                saving = [python, *script, "save", cache, "--source", tree / "src", "--jobs", str(jobs)]
+                subprocess.run(saving, check=True)
+            finally:
+                subprocess.run(["git", "worktree", "remove", "--force", tree], cwd=HERE, check=True)
+        (cache / "complete").touch()
+    shutil.rmtree(results, ignore_errors=True)
+    saving = [python, *script, "save", results, "--source", source, "--models", cache / "models",
+              "--jobs", str(jobs), *selected]  # fmt: skip
+    codes = [
+        subprocess.run(saving).returncode,
+        subprocess.run([python, *script, "compare", cache, results, *selected]).returncode,
+        subprocess.run([python, HERE / "equal_pages.py", cache, results, *selected]).returncode,
+    ]
+    return max(codes)
 
 
 def main() -> int:
@@ -609,18 +791,30 @@ def main() -> int:
     verbs = parser.add_subparsers(dest="verb", required=True)
     saving = verbs.add_parser("save", help="run every verb into FOLDER")
     saving.add_argument("folder", type=Path)
-    saving.add_argument("--source", type=Path, default=Path(__file__).resolve().parents[1] / "src")
     saving.add_argument("--models", type=Path, help="models made by an earlier save, to read the same bytes")
-    saving.add_argument("--only", nargs="+", default=[], metavar="RUN", help="write these runs alone")
     comparing = verbs.add_parser("compare", help="compare what two saves wrote")
     comparing.add_argument("old", type=Path)
     comparing.add_argument("new", type=Path)
     comparing.add_argument("--columns", action="store_true", help="print every column, equal ones too")
+    both = verbs.add_parser("equal", help="save a base and this tree, and compare them")
+    both.add_argument("--base", default=BASE, help="commit to compare with")
+    both.add_argument("--cache", type=Path, help="folder of the base's results; made if need be")
+    for running in (saving, both):
+        running.add_argument("--source", type=Path, default=HERE.parent / "src")
+        running.add_argument("--jobs", type=int, default=2, help="commands at a time")
+    for selecting in (saving, comparing, both):
+        selecting.add_argument(
+            "--only", nargs="+", default=[], metavar="RUN", help="beginnings of runs' names"
+        )
     given = parser.parse_args()
-    if given.verb == "save":
-        models = None if given.models is None else given.models.resolve()
-        return save(given.folder.resolve(), given.source.resolve(), models, given.only)
-    return compare(given.old.resolve(), given.new.resolve(), given.columns)
+    if given.verb == "compare":
+        return compare(given.old.resolve(), given.new.resolve(), given.columns, given.only)
+    source = given.source.resolve()
+    if given.verb == "equal":
+        cache = given.cache or HERE.parent / "runs" / f"equal-{given.base}"
+        return equal(given.base, source, cache.resolve(), given.only, given.jobs)
+    models = None if given.models is None else given.models.resolve()
+    return save(given.folder.resolve(), source, models, given.only, given.jobs)
 
 
 if __name__ == "__main__":

@@ -76,7 +76,7 @@ def sweep_seconds(model: TracedModel, texts: list[Document], layer: int, experts
         passes.capture.blocks = warm.capture.blocks
         passes.run_untouched(layer)
         for at in range(0, experts, TOGETHER):
-            passes.judge_each(changes[at : at + TOGETHER])
+            passes.judge(changes[at : at + TOGETHER])
     return time.process_time() - start
 
 

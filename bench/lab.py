@@ -28,8 +28,7 @@ from functools import partial
 import torch
 
 from moescope.decoder.config import ModelConfig
-from moescope.decoder.experts import SwiGLUExperts, grouped_product, looped_product
-from moescope.decoder.model import LabModel
+from moescope.decoder.model import LabModel, SwiGLUExperts, grouped_product, looped_product
 from moescope.decoder.routers import ROUTERS
 from moescope.lab.config import PRESETS, LabConfig, with_router
 

@@ -28,7 +28,7 @@ from moescope.execution.collect import run_batch
 from moescope.execution.documents import Batch, Document, batches, windows
 from moescope.execution.models import TracedModel, runner_of
 from moescope.routing.collectors import trace_model
-from moescope.routing.tally import Tally
+from moescope.routing.counts import Counts
 
 SIZES = {  # width, hidden width of an expert, layers, experts, batch, length
     "cpu": (256, 512, 4, 8, 4, 256),
@@ -81,10 +81,10 @@ def main() -> None:
             torch.cuda.synchronize()
         return clock() - start
 
-    tally, nobody = Tally(), SimpleNamespace(tokens=None)
+    counter, nobody = Counts(), SimpleNamespace(tokens=None)
     plain, seen = [], []
     with torch.no_grad():
-        capture = Capture(model, tally.consume, runner=traced.runner)
+        capture = Capture(model, counter.consume, runner=traced.runner)
         with capture:
             block(capture)  # the check of the first batch is no part of it
         block(nobody)
@@ -95,7 +95,7 @@ def main() -> None:
         plain.append(block(nobody))
     ratios = [seen[at] / ((plain[at] + plain[at + 1]) / 2) for at in range(given.rounds)]
     assert (
-        sum(counts.sums("tokens").sum() for counts in tally.to_cpu())
+        sum(counts.sums("tokens").sum() for counts in counter.layers())
         == given.layers * (given.rounds + 1) * given.passes * batch.real_BL.sum()
     )
     machine = torch.cuda.get_device_name() if cuda else "CPU"

@@ -28,11 +28,12 @@ LARGEST = 200_000  # bytes per picture
 INTERVENE = f"moescope intervene {MODEL} " + " ".join(
     f"--domain {name}={TEXTS}/{name}.jsonl" for name in DOMAINS
 )
+PLANTED = Path(__file__).parents[1] / "tests" / "planted.py"  # writes the checkpoint `planted`
 TUNE = Path(__file__).parents[1] / "examples" / "tune.toml"
 # The runs that pictures are taken of, by folder; later ones need the demo's.
 RUNS = {
     "runs/demo": "moescope demo",
-    "runs/planted": "moescope demo --planted --out runs/planted",
+    "runs/planted": "moescope scan planted --router raw,centered --out runs/planted",
     "runs/tuned": f"moescope train tune.toml --from {MODEL} --out runs/tuned",
     "runs/moved": f"moescope compare {MODEL} runs/tuned/checkpoints/step-60 --out runs/moved",
     "runs/half": f"moescope compress {MODEL} --keep 0.5 "
@@ -59,7 +60,7 @@ class Picture:
     run: str
     figure: str = ""
     part: str = ""  # of the run
-    options: Mapping[str, int] = field(default_factory=dict)
+    options: Mapping[str, int | str] = field(default_factory=dict)
     page: str = ""  # the report's address after #
     width: int = 1400
 
@@ -73,7 +74,7 @@ class Picture:
         if not self.figure:
             return [f"moescope report {self.run} --open"]
         part = f".parts[{self.part!r}]" if self.part else ""
-        options = "".join(f", {name}={value}" for name, value in self.options.items())
+        options = "".join(f", {name}={value!r}" for name, value in self.options.items())
         return [f"moescope.open({self.run!r}){part}.figure({self.figure!r}{options})".replace("'", '"')]
 
 
@@ -97,7 +98,7 @@ PICTURES = [
         "Identification of experts over k",
         "Share of router rows whose own expert fits best, in a checkpoint whose structure is known.",
         "runs/planted",
-        "accuracy_by_k",
+        "identification_by_k",
     ),
     Picture(
         "null-density.webp",
@@ -111,14 +112,14 @@ PICTURES = [
         "Ambiguous layers",
         "The absolute ambiguity score of each layer and its chance level.",
         "runs/planted",
-        "absolute_ambiguity_by_layer",
+        "identification_by_layer",
     ),
     Picture(
         "load-heatmap.webp",
         "Load per layer and expert",
         "Share of tokens that each expert receives, on held-out text of five domains.",
         "runs/demo",
-        "load_heatmap",
+        "load_map",
         part="trace",
     ),
     Picture(
@@ -134,7 +135,7 @@ PICTURES = [
         "Domain specialisation per layer",
         "Mutual information of expert and domain, with 95 % intervals over documents.",
         "runs/demo",
-        "domain_information_by_layer",
+        "specialisation_by_layer",
         part="trace",
     ),
     Picture(
@@ -156,7 +157,8 @@ PICTURES = [
         "The cost of half the experts",
         "Held-out perplexity of the original, of the pruned model and of random pruning.",
         "runs/half",
-        "perplexities",
+        "damage_by_model",
+        options={"quantity": "perplexity"},
     ),
     Picture(
         "saliency.webp",
@@ -216,6 +218,7 @@ def make(pictures: list[Picture], work: Path) -> None:
     import moescope
 
     shutil.copyfile(TUNE, work / "tune.toml")
+    subprocess.run([sys.executable, PLANTED, work / "planted"], check=True)
     shutil.copytree(Path(__file__).parent / "data", work / "docs" / "data", dirs_exist_ok=True)
     needed = {"runs/demo", *(picture.run for picture in pictures)}
     needed |= {"runs/tuned"} if "runs/moved" in needed else set()

@@ -19,8 +19,9 @@ from moescope.verb import Option, Verb, summary_of
 from moescope.verbs import OTHERS, VERBS, load_verb
 
 DOCS = Path(__file__).parent
-sys.path.insert(0, str(DOCS))
+sys.path[:0] = [str(DOCS), str(DOCS.parent / "studies")]
 
+import lab_tables  # noqa: E402
 from findings import PAGES, cell, read_results, render, table  # noqa: E402
 from pictures import PICTURES, RUNS  # noqa: E402
 
@@ -63,7 +64,9 @@ def on_files(files: Any, config: Any) -> Any:
 
 
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
-    """Compute the numbers of these pages from the stored results of studies; wide tables get the room."""
+    """Fill in the numbers of stored studies, and the tables of config records; wide tables get the room."""
+    if page.file.src_uri in lab_tables.PAGES:
+        return lab_tables.render(markdown)
     if page.file.src_uri in WIDE:
         page.meta["hide"] = ["navigation"]
     return render(markdown, read_results()) if page.file.src_uri in PAGES else markdown
@@ -172,8 +175,8 @@ def meaning(column: Column) -> str:
     if column.formula:
         facts.append(f"Formula: {cell(column.formula)}.")
     facts += [
-        f"**{name}**: {cell(text)}."
-        for name in ("unit", "chance", "worst", "best")
+        f"**{name.removeprefix('at_')}**: {cell(text)}."
+        for name in ("unit", "at_chance", "at_worst", "at_best")
         if (text := getattr(column, name))
     ]
     facts += [f"Misleads: {cell(column.misleads)}"] if column.misleads else []
@@ -201,7 +204,8 @@ def place(name: str) -> str:
 def gallery_page() -> str:
     parts = [
         "# Gallery",
-        "Every picture is made by `make docs-pictures`, from the model that comes with moescope. The runs:",
+        "Every picture is made by `make docs-pictures`, from the model that comes with moescope and from the "
+        "checkpoint that `python tests/planted.py planted` writes. The runs:",
         "\n".join(["```sh", *RUNS.values(), "```"]),
     ]
     for picture in PICTURES:

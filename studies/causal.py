@@ -15,12 +15,12 @@ from typing import Any
 import pandas as pd
 
 import moescope
+from moescope.intervention.predictors import LOAD, correlate, expert_scores, held
+from moescope.intervention.report import alignment_of
 from moescope.lab import study as lab_study
 from moescope.lab import study_task
 from moescope.lab.study_task import DONE, TaskResult, TrainingTask
 from moescope.lab.train import saved_checkpoints
-from moescope.reporting.joint import alignment_of
-from moescope.reporting.predictors import LOAD, correlate, expert_scores, held
 from moescope.run import Run
 
 ROWS = 60  # of held-out text, four fifths of them judged

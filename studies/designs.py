@@ -17,6 +17,7 @@ Design = dict[str, Any]
 FOLDER = Path(__file__).parent
 TUNED = FOLDER / "tuned.json"  # "best": router -> {"learning_rate": ..., its option: ...}; and see run.py
 TEXT = "studies/text"
+PROBE = "../spectra/paper_probes.py:probe"
 DOMAINS = ("code", "drama", "encyclopedia", "math", "medicine", "stories")
 UNSEEN_DOMAIN = "tinystories_ru"
 UNSEEN = {UNSEEN_DOMAIN: f"{TEXT}/unseen/{UNSEEN_DOMAIN}.jsonl.gz"}
@@ -405,7 +406,8 @@ def some(length: int) -> Design:
 
 
 def study(reference: str, seeds: int | list[int], arms: dict[str, Design], shared: Design) -> Design:
-    return {"reference": reference, "seeds": seeds, "keep": "none", "base": shared, "arms": arms}
+    top = {"reference": reference, "seeds": seeds, "keep": "none", "probe": PROBE}
+    return {**top, "base": shared, "arms": arms}
 
 
 def designs(tuned: Design) -> dict[str, Design]:

@@ -20,33 +20,22 @@ import pandas as pd
 
 import moescope
 from moescope.lab import study as lab_study
+from moescope.lab.config import KEPT, ONLY_LAB, settle_existing
 from moescope.lab.evaluation import mean_loss
-from moescope.lab.existing import (
-    KEPT,
-    ONLY_LAB,
-    TRAINED_MODEL,
-    ExistingJob,
-    control_loss,
-    existing_config,
-    existing_identity,
-    held_out,
-    load_base,
-    run_existing,
-)
+from moescope.lab.existing import existing_identity
 from moescope.lab.study_config import study_from
+from moescope.lab.study_statistics import FAILED, NOT_RUN
 from moescope.lab.study_task import (
     DONE,
-    FAILED,
-    NOT_RUN,
     TaskResult,
     TrainingTask,
     costs,
     free_memory,
     load_text,
     memory_message,
-    routing_size,
 )
-from moescope.lab.train import VERB, Job, run_training, saved_checkpoints
+from moescope.lab.train import Job, run_training, saved_checkpoints
+from moescope.lab.tuning import TRAINED_MODEL, control_loss, held_out, load_base
 from moescope.progress import unsaid_alerts
 from moescope.run import Run, jsonable, read_run_json
 
@@ -64,7 +53,7 @@ def run_task(device: str, task: TrainingTask, tick: Callable[[], None]) -> TaskR
     from moescope.lab.training import Diverged
 
     text = load_text(task.study, task.corpus, task.config)
-    row = {**task.keys, "question": task.question, **costs(task.config), **routing_size(task.config)}
+    row = {**task.keys, "question": task.question, **costs(task.config)}
     try:
         with unsaid_alerts():
             row |= {"status": DONE, "validation_loss": arm_loss(task, text, device)}
@@ -91,13 +80,14 @@ def arm_loss(task: TrainingTask, text: StudyText, device: str) -> float:
         base = str(with_new_rows(Path(base), task.study / "bases" / task.folder.name, task.seed))
     config = existing_settings(task, base, KEPT if way in (UNTOUCHED, LONGER) else model.router)
     identity = existing_identity(base, config, text.corpus)
-    job = ExistingJob(task.folder, base, config, text.corpus, identity, device, Ranks(), True, "")
+    sources = (config, text.corpus, None, identity, base)
+    job = Job(task.folder, *sources, device, Ranks(), True, "")
     if way == UNTOUCHED:
         traced, vocabulary = load_base(base, device, config.train)
         return mean_loss(held_out(traced.model, job, vocabulary))
     if way == LONGER:
         return mean_loss(control_loss(job, base, task.folder))
-    run = run_existing(job, {"verb": VERB, "identity": identity, "command": ""})
+    run = run_training(job)
     assert run is not None
     losses = run.table("base_losses").set_index(["model", "domain"])["loss"]
     return float(losses[TRAINED_MODEL, ""])
@@ -105,13 +95,13 @@ def arm_loss(task: TrainingTask, text: StudyText, device: str) -> float:
 
 def existing_settings(task: TrainingTask, base: str, router: str) -> Any:
     """Return the arm's settings as `train --base` takes them."""
-    train = {key: value for key, value in asdict(task.config.train).items() if key not in ONLY_LAB["train"]}
+    train = {key: value for key, value in asdict(task.config.train).items() if ("train", key) not in ONLY_LAB}
     shape: dict[str, Any] = {"router": router, "trained": "routers+experts"}
     if read_config(base)["model_type"] == "llama":
         shape |= {"experts": task.config.model.experts, "top_k": 2}
     if router != KEPT:
         shape["router_options"] = task.config.model.router_options
-    return existing_config({"base": shape, "train": train}, None, task.seed)
+    return settle_existing({"base": shape, "train": train}, None, task.seed)
 
 
 def read_config(folder: str | Path) -> dict[str, Any]:

@@ -15,7 +15,6 @@ import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "docs"))
 sys.path.insert(0, str(Path(__file__).parent))
 import designs
 import findings
@@ -23,7 +22,6 @@ import pandas as pd
 import run
 
 import moescope
-from moescope.lab.results import Results
 from moescope.lab.study_config import read_study
 from moescope.lab.study_statistics import compare, final_slope
 from moescope.lab.tables import TABLES
@@ -116,7 +114,9 @@ def write_readmes(store: Path) -> None:
     readme = store / "README.md"
     if readme.exists():
         text = filled(
-            readme.read_text(), "came out", findings.headline(Results.of(findings.read_results(store)))
+            readme.read_text(),
+            "came out",
+            findings.headline(findings.judged_results(findings.read_results(store))),
         )
         readme.write_text(filled(text, "was run", "\n".join(lines)))
 
@@ -164,7 +164,8 @@ def main() -> None:
     write_readmes(given.store)
     if folders:
         given.out.parent.mkdir(parents=True, exist_ok=True)
-        print(moescope.report(*(folder / "run" for folder in folders), out=given.out, quiet=True))
+        runs = [folder / "run" for folder in folders]
+        print(moescope.report(*runs, out=given.out, results=findings.FILES, quiet=True))
     else:
         print("no study has results")
 

@@ -31,7 +31,7 @@ from continuations import write_tasks
 from moescope.lab.corpus import held_out
 from moescope.lab.study import TASK_TABLES, VERB, current_tables
 from moescope.lab.study_config import Study, read_study
-from moescope.lab.study_task import NOT_RUN
+from moescope.lab.study_statistics import NOT_RUN
 from moescope.lab.tables import TABLES
 from moescope.run import RunWriter, jsonable, package_commit, read_run_json, write_json, write_table
 from moescope.storage import without_absolute_paths
@@ -319,6 +319,8 @@ def write_smoke(store: Path, names: list[str]) -> list[str]:
     for name in names:
         (store / name).mkdir(parents=True, exist_ok=True)
         small = designs.shrink(everything[name])
+        if "probe" in small:  # this store may lie anywhere
+            small["probe"] = str((designs.FOLDER / name / designs.PROBE).resolve())
         if "tasks" in small:
             small["tasks"] = str(store / "text")
             write_tasks(store / "text", {domain: list(held_out(domain)) for domain in ("code", "prose")})

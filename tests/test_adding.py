@@ -38,13 +38,6 @@ class Copy:
         path.parent.mkdir(exist_ok=True)
         path.write_text(text, encoding="utf-8")
 
-    def add_function(self, name: str, literal: str, text: str) -> None:
-        """Add a function to a module, before a literal that lists it."""
-        path = self.package / name
-        before, assignment, after = path.read_text(encoding="utf-8").partition(f"\n{literal}")
-        assert assignment
-        path.write_text(f"{before}\n{text}\n{assignment}{after}", encoding="utf-8")
-
     def add_line(self, name: str, literal: str, member: str, imported: str = "") -> None:
         """Add a member to the end of a literal list, tuple or dict, and the import that it needs."""
         path = self.package / name
@@ -350,28 +343,18 @@ def test_an_intervention_is_one_record(copy, tmp_path):
         copy.moescope("intervene", *given, "--set", "keep_half by=3")
 
 
-FIGURE = '''
-def draw_ranks(tables):
-    """Rank of every expert, one bar each."""
-    from moescope.verb import Figure
-
-    bars = {"type": "bar", "y": tables["spectra"]["rank"].tolist()}
-    return Figure("rank_bars", "Rank of every expert", "All layers.", ("rank",), [bars], {})
-'''
-
-
-def test_a_figure_is_one_function_and_one_line(copy, tmp_path):
-    copy.add_function("weights/figures.py", "ACROSS_LAYERS", FIGURE)
-    copy.add_line("weights/figures.py", "ACROSS_LAYERS", 'FigureSpec("rank_bars", ("spectra",), draw_ranks)')
+def test_a_figure_is_one_line(copy, tmp_path):
+    bars = 'Bars("rank_bars", "spectra", y="rank", x="expert", where="layer == 1", title="Rank per expert")'
+    copy.add_line("weights/figures.py", "MORE", bars)
     assert copy.changed() == {"weights/figures.py"}
     moescope.scan(tiny_checkpoint(tmp_path / "model"), out=tmp_path / "run", quiet=True)
     page = Path(copy.moescope("report", tmp_path / "run").split()[-1]).read_text(encoding="utf-8")
     page = page_text(page)
-    assert "Rank of every expert" in page
+    assert "Rank per expert" in page
     source = "import moescope, sys; run = moescope.open(sys.argv[1]); print(run.figures()['rank_bars'])"
     drawn = "print(len(run.figure('rank_bars').data[0].y))"
     shown = copy.python("-c", f"{source}; {drawn}", tmp_path / "run").splitlines()
-    assert shown == ["Rank of every expert, one bar each.", "8"]
+    assert shown == ["Rank per expert.", "4"]
 
 
 ROUTER = '''

@@ -1,4 +1,4 @@
-"""The rules of the design, checked on the source itself: imports, torch-free modules, router names, sizes.
+"""The rules of the design, checked on the source itself: imports, torch-free modules, router names, and more.
 
 Each rule is also run on a small tree that breaks it, to show that it can fail.
 """
@@ -8,12 +8,15 @@ from __future__ import annotations
 import ast
 import re
 import tomllib
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
 import pytest
+
+from moescope.verbs import VERBS, load_verb
 
 ROOT = Path(__file__).parents[1]
 SOURCE = ROOT / "src" / "moescope"
@@ -56,37 +59,64 @@ SIDEWAYS = {
 BETWEEN_SUBJECTS = {
     "comparison.verb": ("weights.verb",),  # scans both checkpoints
     "comparison.agreement": ("deployment.tokens",),  # reads the tokens of two traces
-    "comparison.report": ("weights.report", "weights.figures_identification"),  # and shows what changed
+    "comparison.report": ("weights.report", "weights.figures"),  # and shows what changed
     "compression.verb": ("comparison.tables",),  # distances within groups, in compare's tables and figures
     "compression.figures": ("comparison.figures",),
     "compression.report": ("comparison.figures", "comparison.tables"),
-    # judged on the documents that compress holds out
-    "intervention.passes": ("compression.judging",),
-    "intervention.steps": ("compression.calibration_text",),
-    "intervention.router_changes": ("weights.views",),  # the matrices whose directions scan compares
+    "compression.folding": ("routing.counts",),  # which experts tokens choose
+    "intervention.passes": ("routing.counts",),
+    "intervention.steps": ("routing.counts",),
+    "intervention.kinds": ("weights.views",),  # the matrices whose directions scan compares
     # a training is a monitored run that holds a scan and a trace
     "lab.train": ("weights.verb", "routing.trace", "routing.monitor", "routing.report_monitor"),
     "lab.training": ("routing.monitor",),
     "lab.tuning": ("routing.trainer_monitor",),
     "lab.tables": ("routing.tables",),
     "lab.report_training": ("routing.report_monitor",),
-    "lab.some_keys": ("routing.load_balance", "routing.metrics"),
-    "lab.evaluation": ("routing.stability",),
-    "lab.study_routing": (
-        *("routing.decision", "routing.load_balance", "routing.metrics", "routing.separation"),
+    "lab.trained_routing": (
+        *("routing.counts", "routing.load_balance", "routing.metrics"),
+        *("routing.separation", "routing.stability"),
     ),
     "demo.": ("weights.", "routing.", "comparison.", "compression.", "lab."),
 }
-MOST_LINES = 700
+LISTS = ("tables.py", "figures.py", "report.py")  # of columns, figures and sentences: one per line
+DELETING = {"rmtree", "unlink", "removedirs"}
 BAD_NAMES = {"utils", "util", "common", "helpers", "helper", "manager", "managers", "misc"}
 TORCH = {"torch", "transformers", "accelerate", "triton", "safetensors.torch", "peft"}
-# A word that is a router's name and also something else: (word, name in the expression it is compared with).
+PAPERS = {"A4", "B1", "B2", "B3", *(f"H{number}" for number in range(1, 8))}
+# A word that is a router's name and also something else, or a default: (part or module, word).
 NOT_A_ROUTER = {
-    ("some", "block"),  # SoME's decoder block
-    ("some", "BLOCKS"),
-    ("spectra", "tables"),  # the table
-    ("spectra", "needs"),
+    ("weights", "spectra"),  # the table
+    ("moescope.decoder.config", "some"),  # the decoder block
+    ("moescope.decoder.config", "top2"),  # the default
+    ("moescope.execution.texts", "hash"),
+    ("moescope.lab.config", "some"),  # presets
+    ("moescope.lab.config", "topk"),
+    ("moescope.lab.tuning", "dense"),  # the folder of a control
+    ("moescope.lab.existing", "topk"),
 }
+# Statements per part, docstrings not counted: what was reached, and 3 %. Raising one needs a line in
+# docs/decisions/project.md that says what was deleted elsewhere.
+BUDGETS = {
+    "checkpoint": 1204,
+    "comparison": 455,
+    "compression": 2289,
+    "decoder": 1776,
+    "demo": 119,
+    "deployment": 1371,
+    "execution": 3395,
+    "families": 952,
+    "geometry": 367,
+    "intervention": 1571,
+    "lab": 4537,
+    "plotting": 856,
+    "reporting": 687,
+    "root": 2045,
+    "routing": 3609,
+    "spectral": 1264,
+    "weights": 1080,
+}
+MOST_OPTIONS = 78  # names of options over all verbs; a new one replaces one
 
 
 @dataclass(frozen=True)
@@ -291,12 +321,15 @@ def lazy_plotly(tree: Tree) -> Iterator[Breach]:
 
 
 def router_names(tree: Tree) -> Iterator[Breach]:
-    """Outside decoder/routers no router's name is compared or looked up: its class has the facts."""
-    names = declared_routers(tree)
+    """Outside decoder/routers no constant is a router's name, or an arm's or a hypothesis' of a paper."""
+    names = declared_routers(tree) | PAPERS
     for module in tree.values():
-        if not covers("decoder.routers.", module.name):
-            for line, word in sorted(set(compared_names(module.syntax, names))):
-                yield Breach(module.name, "router names", f"line {line} compares {word!r}")
+        if covers("decoder.routers.", module.name):
+            continue
+        for node in ast.walk(module.syntax):
+            word = constant(node)
+            if word in names and not {(part, word) for part in (module.part, module.name)} & NOT_A_ROUTER:
+                yield Breach(f"{module.name}:{node.lineno}", "router names", f"names {word!r}")
 
 
 def declared_routers(tree: Tree) -> set[str]:
@@ -310,56 +343,14 @@ def declared_routers(tree: Tree) -> set[str]:
     raise AssertionError("decoder/routers/__init__.py has no literal ROUTERS")
 
 
-def compared_names(syntax: ast.Module, names: set[str]) -> Iterator[tuple[int, str]]:
-    literals = {
-        name_of(target): node.value
-        for node in ast.walk(syntax)
-        if isinstance(node, ast.Assign)
-        for target in node.targets
-    }
-
-    def words(node: ast.AST) -> set[str]:
-        """Routers' names that are this constant, in this literal, or in the literal of this name."""
-        if isinstance(node, ast.Name):
-            node = literals.get(node.id, node)
-        if isinstance(node, ast.Call) and name_of(node.func) in {"set", "frozenset"}:
-            return set().union(*map(words, node.args))
-        if isinstance(node, ast.Dict):
-            return set().union(*(words(key) for key in node.keys if key is not None))
-        if isinstance(node, ast.Tuple | ast.Set | ast.List):
-            return set().union(*map(words, node.elts))
-        return {text for text in [constant(node)] if text in names}
-
-    for node in ast.walk(syntax):
-        found: set[str] = set()
-        beside: list[ast.AST] = []
-        if isinstance(node, ast.Compare):
-            sides = [node.left, *node.comparators]
-            found = set().union(*map(words, sides))
-            beside = [side for side in sides if constant(side) is None]
-        elif isinstance(node, ast.MatchValue):
-            found = words(node.value)
-        elif isinstance(node, ast.Call) and name_of(node.func) in {"startswith", "endswith", "get", "pop"}:
-            owner = node.func.value if isinstance(node.func, ast.Attribute) else node.func
-            looked_up = [owner] if name_of(node.func) in {"get", "pop"} else node.args
-            found = set().union(*map(words, looked_up)) if looked_up else set()
-        elif isinstance(node, ast.Subscript):
-            found = words(node.value)
-        elif isinstance(node, ast.Dict | ast.Set) and len(words(node)) > 1:  # a table by router
-            found = words(node)
-        parts = [part for side in beside for part in ast.walk(side)]
-        mentioned = {*map(name_of, parts), *map(constant, parts)}
-        for word in found:
-            if not any((word, text) in NOT_A_ROUTER for text in mentioned):
-                yield node.lineno if hasattr(node, "lineno") else 0, word
-
-
-def sizes(tree: Tree) -> Iterator[Breach]:
-    """A file has at most 700 lines."""
+def deletions(tree: Tree) -> Iterator[Breach]:
+    """Only storage deletes files: what it removes lies inside a run, and no link is followed."""
     for module in tree.values():
-        lines = len(module.text.splitlines())
-        if lines > MOST_LINES:
-            yield Breach(module.name, "size", f"{lines} lines, more than {MOST_LINES}")
+        if module.part == "storage":
+            continue
+        for node in ast.walk(module.syntax):
+            if isinstance(node, ast.Attribute) and node.attr in DELETING:
+                yield Breach(f"{module.name}:{node.lineno}", "deletions", f"{node.attr}: use storage.remove")
 
 
 def bad_names(tree: Tree) -> Iterator[Breach]:
@@ -370,12 +361,12 @@ def bad_names(tree: Tree) -> Iterator[Breach]:
 
 
 def formatting(tree: Tree) -> Iterator[Breach]:
-    """Only tables of data are exempt from the formatter and from the line length."""
+    """Only lists of columns and of specs are exempt from the formatter and from the line length."""
     for module in tree.values():
         text = re.sub(r"^[\])}]  # fmt: skip$", "", module.text, flags=re.MULTILINE)  # ends a table of data
         exempt = re.search(r"#\s*(fmt: *(skip|off)|ruff: *noqa|noqa: *\S*E501)", text)
-        if exempt and module.path.name != "tables.py":
-            yield Breach(module.name, "formatting", f"{exempt.group()!r} outside a table of data")
+        if exempt and module.path.name not in LISTS:
+            yield Breach(module.name, "formatting", f"{exempt.group()!r} outside {', '.join(LISTS)}")
 
 
 RULES: list[Callable[[Tree], Iterator[Breach]]] = [
@@ -384,7 +375,7 @@ RULES: list[Callable[[Tree], Iterator[Breach]]] = [
     torch_free,
     lazy_plotly,
     router_names,
-    sizes,
+    deletions,
     bad_names,
     formatting,
 ]
@@ -414,25 +405,56 @@ def test_every_listed_import_between_subjects_is_still_there(source):
     assert listed - used == set()
 
 
-def test_the_tests_keep_the_rules_about_size_and_names():
+def test_the_tests_keep_the_rule_about_names():
     tree = {
         str(path.relative_to(ROOT)): Module(".".join(path.relative_to(ROOT).with_suffix("").parts), path)
         for folder in ("tests", "bench")
         for path in sorted((ROOT / folder).rglob("*.py"))
     }
-    breaches = [*sizes(tree), *bad_names(tree)]
+    breaches = list(bad_names(tree))
     assert not breaches, "\n" + "\n".join(map(str, breaches))
 
 
-def test_long_lines_are_an_error_everywhere():
+def statements(module: Module) -> int:
+    """Number of statements, docstrings not counted."""
+    return sum(
+        isinstance(node, ast.stmt)
+        and not (isinstance(node, ast.Expr) and isinstance(constant(node.value), str))
+        for node in ast.walk(module.syntax)
+    )
+
+
+def test_every_part_keeps_its_budget_of_statements(source):
+    parts = Counter()
+    for module in source.values():
+        package = module.path.parent.relative_to(SOURCE).parts
+        parts[package[0] if package else "root"] += statements(module)
+    assert parts.keys() == BUDGETS.keys()
+    over = {part: f"{count} of {BUDGETS[part]}" for part, count in parts.items() if count > BUDGETS[part]}
+    assert not over
+
+
+def test_statements_are_counted_without_docstrings(tmp_path):
+    text = "'About.'\nclass A:\n    'About.'\n    def f(self):\n        if self:\n            return 1\n"
+    assert statements(fake_tree(tmp_path, {"a.py": text})["moescope.a"]) == 4
+
+
+def test_the_verbs_keep_the_number_of_option_names():
+    assert len({option.name for name, *_ in VERBS for option in load_verb(name).options}) <= MOST_OPTIONS
+
+
+def test_long_lines_are_an_error_outside_lists_of_columns_and_specs():
     ruff = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["tool"]["ruff"]
     lint = ruff["lint"]
     assert ruff["line-length"] == 110
     assert {"E", "E5", "E501"} & set(lint["select"])
-    ignored = {*lint.get("ignore", []), *lint.get("extend-ignore", [])}.union(
-        *lint["per-file-ignores"].values()
-    )
-    assert not [code for code in ignored if "E501".startswith(code)]
+    assert not [
+        code for code in [*lint.get("ignore", []), *lint.get("extend-ignore", [])] if "E501".startswith(code)
+    ]
+    exempt = [
+        path for path, codes in lint["per-file-ignores"].items() if any("E501".startswith(c) for c in codes)
+    ]
+    assert sorted(exempt) == sorted(f"src/moescope/*/{name}" for name in LISTS)
 
 
 # --- every rule can fail
@@ -466,7 +488,7 @@ BROKEN = {
     ),
     "a subject imports more of another than is listed": (
         arrows,
-        {"lab/train.py": "from moescope.routing.tally import t", "routing/tally.py": ""},
+        {"lab/train.py": "from moescope.routing.counts import c", "routing/counts.py": ""},
     ),
     "the command line imports a verb": (
         arrows,
@@ -534,7 +556,8 @@ BROKEN = {
         router_names,
         {**ROUTERS, "lab/a.py": 'x = router.startswith("spectra")'},
     ),
-    "a long file": (sizes, {"lab/a.py": "x = 1\n" * 701}),
+    "a deletion outside storage": (deletions, {"lab/a.py": "import shutil\ndef f(p):\n    shutil.rmtree(p)"}),
+    "an arm of a paper": (router_names, {**ROUTERS, "lab/a.py": 'ARMS = ["B1"]'}),
     "a name that says nothing": (bad_names, {"lab/utils.py": ""}),
     "a folder whose name says nothing": (bad_names, {"common/__init__.py": ""}),
     "an exempt line": (formatting, {"lab/a.py": "x = 1  # fmt: skip"}),
@@ -557,7 +580,7 @@ SOUND = {
     "families/x.py": "from . import layout",
     "families/layout.py": "from moescope.types import LayerWeights",
     "weights/tables.py": "from moescope.tables import Table",
-    "weights/layer.py": 'import torch\nx = "spectra" in tables, block == "some"\nz = {"hash": digest}',
+    "weights/layer.py": 'import torch\nx = "spectra" in tables',
     "weights/figures.py": "def draw():\n    import plotly",
     "weights/verb.py": "from .tables import T\ndef scan():\n    from moescope.weights.layer import x",
     "lab/train.py": "from moescope.weights.verb import scan",

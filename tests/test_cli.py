@@ -379,7 +379,6 @@ def test_bad_input_is_one_line_on_stderr_exit_code_2_and_no_folder(
         (["--layers", "x"], "write them as 0,5,9-12"),
         (["--matrix", "w1"], "unknown matrix 'w1'; known: gate, up, gate_up, down"),
         (["--k", "0"], "numbers must be at least 1"),
-        (["--ambiguity-weights", "a,b"], "give three numbers separated by commas"),
         (["--device", "abacus"], "unknown device 'abacus'"),
     ],
 )
@@ -523,7 +522,6 @@ def test_every_option_of_scan_reaches_the_run(tmp_path, invoke):
     tiny_checkpoint(tmp_path / "model")
     options = (
         "--layers 1 --matrix up,down --router raw,centered --k 3 --fold-norm --device cpu --precision exact "
-        "--null shuffle --n-shuffles 20 --k-star 128 --allow-full-rank --ambiguity-weights 0.5,0.25,0.25 "
         "--keep-going --seed 3 --quiet --no-report"
     )
     assert invoke("scan", "model", "--out", "run", *options.split())[0] == 0
@@ -535,12 +533,7 @@ def test_every_option_of_scan_reaches_the_run(tmp_path, invoke):
         "fold_norm": True,
         "k": [3],
         "precision": "exact",
-        "null": "shuffle",
-        "n_shuffles": 20,
         "seed": 3,
-        "k_star": 128,
-        "allow_full_rank": True,
-        "ambiguity_weights": [0.5, 0.25, 0.25],
     }
     assert (info["device"], info["keep_going"]) == ("cpu", True)
 

@@ -8,6 +8,7 @@ import json
 import re
 import shlex
 import shutil
+import subprocess
 import sys
 import time
 from dataclasses import dataclass
@@ -125,6 +126,9 @@ def run_command(line: str) -> None:
     from moescope.cli import app
 
     words = shlex.split(line)
+    if words[0] == "python":  # a script of the repository
+        subprocess.run([sys.executable, ROOT / words[1], *words[2:]], check=True)
+        return
     assert words[0] == "moescope", f"{line}: not a command of moescope; mark the block"
     with pytest.raises(SystemExit) as ended:
         app(words[1:])

@@ -166,7 +166,6 @@ def test_a_gpu_that_no_machine_has_is_rejected_at_once(connected):
 @pytest.mark.parametrize(
     ("engine", "address", "device", "line"),
     [
-        ("spark", None, "auto", "unknown engine 'spark'; known: local, ray"),
         ("local", "auto", "auto", "--address auto: .* --engine ray"),
         ("ray", None, "cuda:1", "--device cuda:1: .* --device cuda "),
         ("ray", None, "tpu", "unknown device 'tpu'; known: auto, cpu, cuda"),

@@ -50,8 +50,8 @@ def disarmed() -> Iterator[None]:
 @pytest.fixture
 def blank_page(monkeypatch: pytest.MonkeyPatch) -> None:
     """The page itself takes seconds, and other tests look at it."""
-    monkeypatch.setattr("moescope.reporting.page.page_content", lambda runs: {})
-    monkeypatch.setattr("moescope.reporting.html.render", lambda content: OWN_MARK.decode())
+    monkeypatch.setattr("moescope.reporting.page.page_content", lambda runs, more: {})
+    monkeypatch.setattr("moescope.reporting.page.render", lambda content: OWN_MARK.decode())
 
 
 @pytest.fixture(scope="module")
@@ -146,15 +146,16 @@ def test_what_a_killed_process_left_is_removed_and_what_a_living_one_writes_stay
 def test_the_next_command_removes_what_a_stop_after_done_left(command, tmp_path, monkeypatch, blank_page):
     model = tiny_checkpoint(tmp_path / "model", layers=1)
 
-    def stop(path: Path) -> None:
-        raise KeyboardInterrupt
+    def stop(path: Path, run: Path) -> None:
+        if path.exists():
+            raise KeyboardInterrupt
 
     monkeypatch.setattr("moescope.run.remove", stop)
     with pytest.raises(KeyboardInterrupt):
         scan(model, out=tmp_path / "run", quiet=True)
     monkeypatch.undo()
-    monkeypatch.setattr("moescope.reporting.page.page_content", lambda runs: {})
-    monkeypatch.setattr("moescope.reporting.html.render", lambda content: OWN_MARK.decode())
+    monkeypatch.setattr("moescope.reporting.page.page_content", lambda runs, more: {})
+    monkeypatch.setattr("moescope.reporting.page.render", lambda content: OWN_MARK.decode())
     assert json.loads((tmp_path / "run" / "run.json").read_text())["status"] == "done"
     assert any((tmp_path / "run").glob("parts/*/*.parquet"))
     before = {path.name: path.read_bytes() for path in (tmp_path / "run").glob("*.parquet")}

@@ -7,12 +7,15 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, Literal
 
+import numpy as np
 import pandas as pd
 import pytest
 from click.testing import CliRunner
 
 from moescope import cli
+from moescope.errors import BadInput
 from moescope.verb import (
+    COMMON,
     Figure,
     FigureSpec,
     Option,
@@ -127,6 +130,57 @@ def test_a_parameter_without_text_is_an_error():
     assert documented_parameters(undocumented) == {"sped": ("int", "Misspelt.", False)}
 
 
+def test_a_shared_parameter_needs_no_text_and_may_have_its_own():
+    def read(*, out: str | None = None, seed: int = 0, quiet: bool = False) -> None:
+        """Read.
+
+        Parameters
+        ----------
+        out : FILE, default a.html
+            The page.
+        """
+
+    out, seed, quiet = options_of(read)
+    assert (out.metavar, out.shown_default, out.help) == ("FILE", "a.html", "The page.")
+    assert (seed.kind, seed.bounds, seed.more) == ("int", ((">=", 0.0),), True)
+    assert quiet.help == documented_parameters(COMMON)["quiet"][1]
+
+
+def test_bounds_and_kinds_are_checked():
+    def measure(*, share: float | None = 0.5, count: int = 1, mode: Literal["a", "b"] = "a") -> None:
+        """Measure.
+
+        Parameters
+        ----------
+        share : SHARE > 0, <= 1, default 0.5
+            A share.
+        count : int >= 2
+            A count.
+        mode : MODE
+            A mode.
+        """
+
+    share, count, mode = options_of(measure)
+    assert (share.metavar, share.shown_default) == ("SHARE", "0.5")
+    for option, value in (
+        (share, None),
+        (share, 1),
+        (share, np.float32(0.1)),
+        (count, np.int64(2)),
+        (mode, "b"),
+    ):
+        option.check(value)
+    for value in (0.0, 1.5, float("nan"), float("inf"), "0.5", True):
+        with pytest.raises(BadInput, match=r"share .*(must be above 0 and at most 1|must be a number)"):
+            share.check(value)
+    for value in (1, 2.0, "2", True):
+        with pytest.raises(BadInput, match=r"count .*(at least 2|whole number)"):
+            count.check(value)
+    for value in ("c", None):
+        with pytest.raises(BadInput, match="mode"):
+            mode.check(value)
+
+
 def test_the_command_line_calls_the_function_with_the_options_as_given(invoke):
     shown = invoke("a", "b", "--text", "x", "--text", "y", "--mode", "exact", "--no-judge", "--share", "0.5")
     assert shown.exit_code == 0, shown.output
@@ -152,7 +206,7 @@ def test_without_options_the_function_gets_its_own_defaults(invoke):
 def test_a_value_outside_the_choices_names_them(invoke):
     shown = invoke("a", "--mode", "slow")
     assert not CALLS
-    assert str(shown.exception) == "unknown --mode 'slow'; known: fast, exact"
+    assert str(shown.exception) == "unknown mode 'slow'; known: fast, exact"
 
 
 def test_json_prints_the_value(invoke):

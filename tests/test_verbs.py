@@ -12,8 +12,9 @@ import pytest
 from typer.testing import CliRunner
 
 import moescope
-from moescope.cli import app
-from moescope.verb import INCIDENTAL, documented_parameters, summary_of
+from moescope.cli import RETIRED, app, main
+from moescope.errors import BadInput
+from moescope.verb import COMMON, INCIDENTAL, documented_parameters, summary_of
 from moescope.verbs import OTHERS, VERBS, load_verb
 
 NAMES = [name for name, _, _ in VERBS]
@@ -49,15 +50,38 @@ def test_an_unknown_option_exits_2(name):
     assert "--no-such-option" in shown.output
 
 
+@pytest.mark.parametrize(("name", "flag"), RETIRED)
+def test_a_removed_option_says_what_to_do_instead(name, flag, monkeypatch, capsys):
+    assert flag not in {option.flag for option in load_verb(name).options}
+    monkeypatch.setattr(sys, "argv", ["moescope", name, flag])
+    with pytest.raises(SystemExit, match="2"):
+        main()
+    line = f"moescope: no such option: {flag}; removed: {RETIRED[name, flag]}; see moescope {name} --help\n"
+    assert capsys.readouterr().err == line
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_every_option_is_documented_and_every_documented_option_exists(name):
     verb = load_verb(name)
-    documented = documented_parameters(verb.run)
-    assert set(documented) == set(inspect.signature(verb.run).parameters)
+    documented = set(documented_parameters(verb.run))
+    parameters = set(inspect.signature(verb.run).parameters)
+    assert documented <= parameters <= documented | set(documented_parameters(COMMON))
     for option in verb.options:
         assert option.help.endswith("."), option.name
         assert option.kind != "flag" or not option.positional
     assert summary_of(verb.run)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_in_python_a_value_outside_its_bounds_is_an_error_before_anything_is_read(name):
+    verb = load_verb(name)
+    places = ["nowhere" for option in verb.options if option.required]
+    for option in verb.options:
+        bad = "unheard-of" if option.choices else min((bound for _, bound in option.bounds), default=None)
+        if bad is not None:
+            value = bad if option.choices else type(option.default or 0)(bad - 1)
+            with pytest.raises(BadInput, match=f"{option.name} .*{value}"):
+                verb.run(*places, **{option.name: value})
 
 
 @pytest.mark.parametrize("name", NAMES)

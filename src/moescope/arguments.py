@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -41,7 +42,7 @@ def as_list(values: str | Path | Iterable[Any]) -> list[Any]:
     return list(values)
 
 
-def one_of(kind: str, value: str, known: tuple[str, ...]) -> str:
+def one_of(kind: str, value: str, known: Collection[str]) -> str:
     """Return the value if it is known, else raise an error that lists the known ones."""
     if value not in known:
         raise unknown_name(kind, value, list(known))
@@ -60,64 +61,45 @@ def names(kind: str, value: str | Iterable[str], known: tuple[str, ...]) -> tupl
 def numbers(kind: str, value: int | str | Iterable[int]) -> tuple[int, ...]:
     """Return whole numbers from 1, given as one number, a list, or separated by commas."""
     value = str(value) if isinstance(value, int) else value
+    parts = filter(str.strip, value.split(",")) if isinstance(value, str) else value
     try:
-        given = (
-            [int(part) for part in value.split(",") if part.strip()]
-            if isinstance(value, str)
-            else [int(part) for part in value]
-        )
+        given = sorted({int(part) for part in parts})
     except ValueError:
         raise BadInput(f"{kind} {value!r}: give whole numbers separated by commas, such as 1,2,4") from None
-    if any(number < 1 for number in given):
+    if given and given[0] < 1:
         raise BadInput(f"{kind} {value!r}: numbers must be at least 1")
-    return tuple(sorted(set(given)))
+    return tuple(given)
 
 
-def number_ranges(value: int | str | Iterable[int]) -> list[int]:
+def number_ranges(value: int | str | Iterable[int], what: str = "layers") -> list[int]:
     """Return the numbers of "0,5,9-12"; a number or a list is taken as it is."""
     value = str(value) if isinstance(value, int) else value
     if not isinstance(value, str):
         given = list(value)
         if not all(isinstance(part, int) and part >= 0 for part in given):
-            raise BadInput(f"layers {given!r}: give whole numbers from 0")
+            raise BadInput(f"{what} {given!r}: give whole numbers from 0")
         return given
-    found: list[int] = []
+    layers: list[int] = []
     for part in value.split(","):
         match = re.fullmatch(r"\s*(\d{1,9})\s*(?:-\s*(\d{1,9})\s*)?", part)
         if not match or (match[2] and not 0 <= int(match[2]) - int(match[1]) < 100_000):
-            raise BadInput(f"layers {value!r}: cannot read {part.strip()!r}; write them as 0,5,9-12")
-        found.extend(range(int(match[1]), int(match[2] or match[1]) + 1))
-    return found
+            raise BadInput(f"{what} {value!r}: cannot read {part.strip()!r}; write them as 0,5,9-12")
+        layers.extend(range(int(match[1]), int(match[2] or match[1]) + 1))
+    return layers
 
 
 def ranges(values: list[int]) -> str:
     """0, 1, 2, 5 -> "0-2, 5"."""
-    parts: list[list[int]] = []
-    for value in values:
-        if parts and value == parts[-1][-1] + 1:
-            parts[-1].append(value)
-        else:
-            parts.append([value])
+    runs = groupby(enumerate(values), lambda pair: pair[1] - pair[0])
+    parts = [[value for _, value in run] for _, run in runs]
     return ", ".join(str(part[0]) if len(part) == 1 else f"{part[0]}-{part[-1]}" for part in parts)
 
 
 def step_numbers(model_names: list[str]) -> list[int]:
     """Return the training steps in the names (step1000-tokens4B, or checkpoint-500), else 0, 1, 2, ..."""
-    marked = [re.search(r"step[-_]?(\d{1,18})", name) for name in model_names]
-    endings = [re.fullmatch(r"(.*?)(\d{1,18})", name) for name in model_names]
-    steps: list[int] = []
-    if all(marked):
-        steps = [int(match[1]) for match in marked if match]
-    elif all(endings) and len({match[1] for match in endings if match}) == 1:
-        steps = [int(match[2]) for match in endings if match]
+    marked = [match for name in model_names if (match := re.search(r"step[-_]?(?P<step>\d{1,18})", name))]
+    if len(marked) < len(model_names):
+        marked = [match for name in model_names if (match := re.fullmatch(r"(.*?)(?P<step>\d{1,18})", name))]
+        marked = marked if len({match[1] for match in marked}) == 1 else []
+    steps = [int(match["step"]) for match in marked]
     return steps if len(set(steps)) == len(model_names) > 1 else list(range(len(model_names)))
-
-
-def weights(value: str | Sequence[float]) -> tuple[float, ...]:
-    """Return the ambiguity weights, given as a list or separated by commas."""
-    try:
-        return tuple(float(part) for part in (value.split(",") if isinstance(value, str) else value))
-    except (TypeError, ValueError):
-        raise BadInput(
-            f"ambiguity weights {value!r}: give three numbers separated by commas, such as 0.4,0.3,0.3"
-        ) from None

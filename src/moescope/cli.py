@@ -16,26 +16,42 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperCommand, TyperGroup
 
-from moescope.errors import BadInput, printable, shortened, unknown_name
+from moescope.errors import BadInput, printable, shortened
 from moescope.storage import ANONYMOUS, REPORT
 from moescope.verb import Option, Verb, summary_of
 from moescope.verbs import VERBS, load_verb
 
 MORE = "More"
+RETIRED = {  # (verb, removed option) -> what to do instead
+    ("compress", "--adaptive"): "all layers keep as many experts, since a config has one number",
+    ("compress", "--distance"): "hc_smoe clusters by Euclidean distance, weights by L2 after matching",
+    ("compress", "--dominant"): "the most used member leads its group",
+    ("compress", "--merge-weights"): "members are weighted by their tokens, equally without text",
+    ("compress", "--sequential"): "layers are merged at once: merging them in sequence showed no clear gain",
+    ("compress", "--unsigned"): "neurons are matched with their signs; see compare --match-by unsigned",
+    ("demo", "--planted"): "scan the checkpoint that `python tests/planted.py FOLDER` writes",
+    ("inspect", "--anonymous"): "inspect writes nothing",
+    ("scan", "--null"): "the shuffle null is always the closed form, the limit of many sampled shuffles",
+    ("scan", "--n-shuffles"): "the shuffle null is in closed form and samples nothing",
+    ("scan", "--k-star"): "ambiguity is judged at the k of the largest margin; alignment_layers has every k",
+    ("scan", "--allow-full-rank"): "k = d_model is never chosen; alignment_layers has its values",
+    ("scan", "--ambiguity-weights"): "weight the columns accuracy_term, margin_term and z_term of ambiguity",
+}
 USAGE_ERROR: Any = typer.BadParameter.__base__  # click's, or that of the copy of click within typer
 
 
 def typer_parameter(option: Option) -> inspect.Parameter:
     """Return an option as typer takes it."""
     kind: Any = {"flag": bool, "int": int, "float": float, "text": str}[option.kind]
-    shown = option.shown_default or (isinstance(option.default, str | int | float) and option.kind != "flag")
-    more: dict[str, Any] = {"help": option.help, "metavar": option.metavar or None}
-    default: Any = option.default if isinstance(option.default, str | int | float | bool) else None
-    if option.choices:
-        more["metavar"] = "|".join(option.choices)
+    default: Any = option.default if isinstance(option.default, str | int | float) else None
+    more: dict[str, Any] = {
+        "help": option.help,
+        "metavar": "|".join(option.choices) or option.metavar or None,
+    }
     if option.positional:
         info: Any = typer.Argument(show_default=option.shown_default or False, **more)
     else:
+        shown = option.shown_default or (default is not None and option.kind != "flag")
         panel = MORE if option.more else None
         info = typer.Option(option.flag, show_default=shown, rich_help_panel=panel, **more)
     if option.kind == "flag":
@@ -46,31 +62,29 @@ def typer_parameter(option: Option) -> inspect.Parameter:
         default = inspect.Parameter.empty
     elif default is None:
         kind = kind | None
-    return inspect.Parameter(
-        option.name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=Annotated[kind, info]
-    )
+    return named(option.name, info, kind, default)
 
 
 def command_of(verb: Verb) -> TyperCommand:
     """Return the subcommand of a verb."""
     parameters = [typer_parameter(option) for option in verb.options]
-    flag: Callable[..., Any] = typer.Option
-    if verb.dry_run is not None:
-        dry = flag("--dry-run", help="Print what would be done and what it takes, and stop.")
-        parameters.append(named("dry_run", dry))
-    parameters.append(named("as_json", flag("--json", help="Print the result as JSON.")))
-    debugging = "Also print an error's traceback."
-    parameters.append(named("debug", flag("--debug", help=debugging, rich_help_panel=MORE)))
-
-    hiding = "Leave absolute paths out of run.json and the report."
-    parameters.append(named("anonymous", flag("--anonymous", help=hiding, rich_help_panel=MORE)))
-    if verb.returns_run:
-        skipping = "Do not write report.html."
-        parameters.append(named("no_report", flag("--no-report", help=skipping, rich_help_panel=MORE)))
+    writes = any(option.name == "out" for option in verb.options)  # what may be shared
+    flags: tuple[tuple[Any, str, str, str, str | None], ...] = (
+        (verb.dry_run, "dry_run", "--dry-run", "Print what would be done and what it takes, and stop.", None),
+        (True, "as_json", "--json", "Print the result as JSON.", None),
+        (True, "debug", "--debug", "Also print an error's traceback.", MORE),
+        (writes, "anonymous", "--anonymous", "Leave absolute paths out of run.json and the report.", MORE),
+        (verb.returns_run, "no_report", "--no-report", "Do not write report.html.", MORE),
+    )
+    parameters += [
+        named(name, typer.Option(flag, help=text, rich_help_panel=panel))
+        for wanted, name, flag, text, panel in flags
+        if wanted
+    ]
 
     def callback(**values: Any) -> None:
         debug = values.pop("debug")
-        if values.pop("anonymous"):
+        if values.pop("anonymous", False):
             os.environ[ANONYMOUS] = "1"
         try:
             execute(verb, values, debug)
@@ -95,34 +109,29 @@ def command_of(verb: Verb) -> TyperCommand:
     return command
 
 
-def named(name: str, info: Any) -> inspect.Parameter:
-    return inspect.Parameter(
-        name, inspect.Parameter.KEYWORD_ONLY, default=False, annotation=Annotated[bool, info]
-    )
+def named(name: str, info: Any, kind: Any = bool, default: Any = False) -> inspect.Parameter:
+    keyword = inspect.Parameter.KEYWORD_ONLY
+    return inspect.Parameter(name, keyword, default=default, annotation=Annotated[kind, info])
 
 
 def execute(verb: Verb, values: dict[str, Any], debug: bool = False) -> None:
     """Call the verb's function with the options as given, write the run's report, print what came of it."""
     as_json, dry_run = values.pop("as_json", False), values.pop("dry_run", False)
     with_report = not values.pop("no_report", True)
-    quiet = values.get("quiet", False)
     arguments: list[Any] = []
     for option in verb.options:
         if option.kind == "flag" and option.default:
             values[option.name] = not values[option.name]
-        if option.choices and values[option.name] not in (None, *option.choices):
-            raise unknown_name(option.flag, values[option.name], list(option.choices))
         if values[option.name] is None:
             values[option.name] = () if option.repeated else option.default
         if option.positional and option.repeated:
             arguments += values.pop(option.name)
+    verb.settle(values)
     function = verb.dry_run if dry_run else verb.run
     assert function is not None
-    if dry_run:
-        known = inspect.signature(function).parameters
-        values = {name: value for name, value in values.items() if name in known}
+    known = inspect.signature(function).parameters  # a dry run has some of the verb's options
     try:
-        made = function(*arguments, **values)
+        made = function(*arguments, **{name: values[name] for name in values if name in known})
     except OSError as error:  # a file that cannot be read, a name that is too long, a full disk
         if error.errno is None:
             raise
@@ -134,7 +143,10 @@ def execute(verb: Verb, values: dict[str, Any], debug: bool = False) -> None:
         return  # under torchrun the first process speaks for all
     if with_report and not dry_run:
         write_report(made, debug)
-    show(verb.dry_run_lines if dry_run else verb.lines, made, as_json, quiet)
+    if as_json and not dry_run and not hasattr(made, "verb"):
+        positional = {option.name: arguments for option in verb.options if option.positional}
+        made = verb.json_facts(made, {**positional, **values})
+    show(verb.dry_run_lines if dry_run else verb.lines, made, as_json, values.get("quiet", False))
 
 
 def write_report(run: Any, debug: bool) -> None:
@@ -191,8 +203,7 @@ def run_lines(run: Any) -> list[str]:
         lines.append(f"already complete, reusing {run.path} (use --overwrite to recompute)")
     elif resumed := run.info.get("tasks_resumed"):
         lines.append(f"resumed: {resumed} finished {'task' if resumed == 1 else 'tasks'} kept")
-    lines += dict.fromkeys(summary.coverage)
-    return lines + [f"- {finding}" for finding in summary.findings]
+    return [*lines, *dict.fromkeys(summary.coverage), *(f"- {finding}" for finding in summary.findings)]
 
 
 def place_lines(folder: Path) -> list[str]:
@@ -216,9 +227,8 @@ class VerbGroup(TyperGroup):
 
     def main(self, args: Any = None, prog_name: str | None = None, *_: Any, **more: Any) -> Any:
         """Run a command; how it was called wrongly is one line, as all bad input."""
-        more.pop("standalone_mode", None)
         try:
-            ended = super().main(args, prog_name, standalone_mode=False, **more)
+            ended = super().main(args, prog_name, **{**more, "standalone_mode": False})
         except USAGE_ERROR as error:
             if not error.format_message():  # a command without arguments shows its help
                 error.show()
@@ -238,10 +248,12 @@ class VerbGroup(TyperGroup):
 
 
 def remedy_of(error: Any) -> str:
-    """What the verb says to an option that it does not have; "" where it says nothing."""
+    """What to do instead of an option that the verb does not have, or no longer; "" where unknown."""
     name = error.ctx.info_name if error.ctx else None
     if not hasattr(error, "possibilities") or name not in [known for known, _, _ in VERBS]:
         return ""  # not an unknown option
+    if retired := RETIRED.get((name, error.option_name)):
+        return f"removed: {retired}"
     return load_verb(name).unknown_option(error.option_name.lstrip("-").replace("-", "_"))
 
 
@@ -277,7 +289,7 @@ def common(
 def print_traceback(error: BaseException) -> None:
     """Print where the error was raised and every error that it replaced."""
     replaced: BaseException | None = error
-    while replaced is not None:
+    while replaced is not None:  # `raise ... from None` hides it
         replaced.__suppress_context__ = False
         replaced = replaced.__cause__ or replaced.__context__
     traceback.print_exception(error)

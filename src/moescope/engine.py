@@ -10,14 +10,20 @@ from __future__ import annotations
 
 import multiprocessing
 import os
-import shutil
 import signal
 import socket
 import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import FIRST_COMPLETED, ProcessPoolExecutor, ThreadPoolExecutor, as_completed, wait
+from concurrent.futures import (
+    FIRST_COMPLETED,
+    Future,
+    ProcessPoolExecutor,
+    ThreadPoolExecutor,
+    as_completed,
+    wait,
+)
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
@@ -25,13 +31,14 @@ from functools import partial
 from importlib.util import find_spec
 from itertools import islice
 from multiprocessing.synchronize import Event
-from typing import Any, ClassVar, Literal, TypeVar, get_args
+from types import SimpleNamespace
+from typing import Any, ClassVar, Literal, TypeVar
 
 from moescope.errors import BadInput, unknown_name
+from moescope.processor import count_cores
 from moescope.storage import ANONYMOUS, is_anonymous
 
 EngineName = Literal["local", "ray"]
-ENGINES = get_args(EngineName)
 RETRIES = 3  # of a task whose worker died; a task too large for its machine must not loop
 TASKS_PER_GPU = 3  # the GPU computes one, another's weights are read, the third's statistics are made
 POLL = 0.2  # seconds between two progress updates
@@ -58,20 +65,19 @@ class LocalEngine:
             for task in tasks:
                 yield task, work(task, partial(on_tick, task))
             return
-        queue, pending = iter(tasks), {}
+        queue = iter(tasks)
         with ThreadPoolExecutor(self.n_threads) as pool:
 
-            def submit(count: int) -> None:
-                for task in islice(queue, count):
-                    pending[pool.submit(work, task, partial(on_tick, task))] = task
+            def submit(count: int) -> dict[Future[Result], Task]:
+                some = islice(queue, count)
+                return {pool.submit(work, task, partial(on_tick, task)): task for task in some}
 
             try:
-                submit(self.n_threads)
+                pending = submit(self.n_threads)
                 while pending:
                     future = next(as_completed(pending))
-                    task = pending.pop(future)
-                    result = future.result()
-                    submit(1)  # before the result is yielded: writing it takes a while
+                    task, result = pending.pop(future), future.result()
+                    pending |= submit(1)  # before the result is yielded: writing it takes a while
                     yield task, result
             finally:
                 pool.shutdown(cancel_futures=True)
@@ -141,10 +147,6 @@ class ProcessEngine:
                 pool.shutdown(cancel_futures=True)
 
 
-def count_cores() -> int:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
 def threads_per_job(jobs: int) -> int:
     """Threads per process when `jobs` processes share the machine's cores evenly."""
     return max(count_cores() // jobs, 1)
@@ -154,15 +156,7 @@ class Stopped(Exception):
     """The parent process no longer wants the result."""
 
 
-@dataclass
-class Worker:
-    """What a worker process shares with its parent."""
-
-    counts: Any = None
-    stop: Event | None = None
-
-
-WORKER = Worker()
+WORKER = SimpleNamespace()  # what a worker process shares with its parent: counts, stop
 
 
 def start_worker(counts: Any, stop: Event) -> None:
@@ -182,18 +176,14 @@ def exit_with_parent() -> None:
 def run_in_process(work: Work[Task, Result], task: Task, index: int) -> Result:
     """Do one task and count its ticks; a pool submits tasks ahead of time, so one may start after the
     stop."""
-    raise_if_stopped()
 
-    def tick() -> None:
-        WORKER.counts[index] += 1
-        raise_if_stopped()
+    def tick(steps: int = 1) -> None:
+        WORKER.counts[index] += steps
+        if WORKER.stop.is_set():
+            raise Stopped
 
+    tick(0)
     return work(task, tick)
-
-
-def raise_if_stopped() -> None:
-    if WORKER.stop is not None and WORKER.stop.is_set():
-        raise Stopped
 
 
 # --- Ray
@@ -216,6 +206,7 @@ class RayEngine:
         self, work: Work[Task, Result], tasks: Sequence[Task], on_tick: Callable[[Task], None]
     ) -> Iterator[tuple[Task, Result]]:
         import ray
+        from ray import exceptions
 
         runtime_env = {"env_vars": self.environment}
         counter = ray.remote(TickCounter).options(num_cpus=0, max_restarts=-1).remote()
@@ -224,22 +215,30 @@ class RayEngine:
         )
         pending = {remote.remote(work, task, index, counter): index for index, task in enumerate(tasks)}
         show = tick_counter(tasks, on_tick)
-        request = counter.get.remote()
+        request = counter.update.remote({})
         try:
             while pending:
                 finished, _ = ray.wait(list(pending), num_returns=1, timeout=POLL)
                 for ref in finished:
                     index = pending.pop(ref)
-                    outcome = fetch(ref)
-                    show(index, outcome.ticks)
-                    if outcome.error is not None:
-                        raise outcome.error
-                    yield tasks[index], outcome.result
+                    ticks, result, bad_input = ray.get(ref)
+                    show(index, ticks)
+                    if bad_input is not None:
+                        raise bad_input
+                    yield tasks[index], result
                 if ray.wait([request], timeout=0)[0]:
-                    with suppress(ray.exceptions.RayError):  # its machine is gone; it restarts on another
+                    with suppress(exceptions.RayError):  # its machine is gone; it restarts on another
                         for index, ticks in ray.get(request).items():
                             show(index, ticks)
-                    request = counter.get.remote()
+                    request = counter.update.remote({})
+        except (exceptions.WorkerCrashedError, exceptions.OutOfMemoryError, exceptions.NodeDiedError):
+            raise BadInput(
+                f"Ray workers died {RETRIES + 1} times on the same task, most likely out of memory; "
+                "set OMP_NUM_THREADS higher so that fewer tasks share a machine, then run the command again"
+            ) from None
+        except exceptions.RuntimeEnvSetupError as error:
+            why = first_sentence(error)
+            raise BadInput(f"Ray could not prepare a worker ({why}); use --engine local") from None
         finally:
             for ref in pending:
                 ray.cancel(ref, force=True)
@@ -249,17 +248,13 @@ class RayEngine:
 Engine = LocalEngine | RayEngine
 
 
-@dataclass(frozen=True)
-class Outcome:
-    """A task's result, or its input error: Ray would wrap the error in a traceback of its own."""
+def run_on_ray(
+    work: Work[Task, Result], task: Task, index: int, counter: Any
+) -> tuple[int, Result | None, BadInput | None]:
+    """Do one task in a Ray worker and report its ticks to the counter, a few times per second at most.
 
-    ticks: int
-    result: Any = None
-    error: BadInput | None = None
-
-
-def run_on_ray(work: Work[Task, Result], task: Task, index: int, counter: Any) -> Outcome:
-    """Do one task in a Ray worker and report its ticks to the counter, a few times per second at most."""
+    Returns (ticks, result, input error): Ray would wrap the error in a traceback of its own.
+    """
     ticks, reported = 0, 0.0
 
     def tick() -> None:
@@ -267,13 +262,13 @@ def run_on_ray(work: Work[Task, Result], task: Task, index: int, counter: Any) -
         ticks += 1
         if time.monotonic() - reported >= POLL:
             reported = time.monotonic()
-            counter.set.remote(index, ticks)
+            counter.update.remote({index: ticks})
 
     try:
         result = work(task, tick)
     except BadInput as error:
-        return Outcome(ticks, error=error)
-    return Outcome(ticks, result)
+        return ticks, None, error
+    return ticks, result, None
 
 
 class TickCounter:
@@ -282,27 +277,9 @@ class TickCounter:
     def __init__(self) -> None:
         self.ticks: dict[int, int] = {}
 
-    def set(self, index: int, ticks: int) -> None:
-        self.ticks[index] = ticks
-
-    def get(self) -> dict[int, int]:
+    def update(self, ticks: dict[int, int]) -> dict[int, int]:
+        self.ticks.update(ticks)
         return self.ticks
-
-
-def fetch(ref: Any) -> Outcome:
-    from ray import exceptions, get
-
-    try:
-        return get(ref)
-    except (exceptions.WorkerCrashedError, exceptions.OutOfMemoryError, exceptions.NodeDiedError):
-        raise BadInput(
-            f"Ray workers died {RETRIES + 1} times on the same task, most likely out of memory; "
-            "set OMP_NUM_THREADS higher so that fewer tasks share a machine, then run the command again"
-        ) from None
-    except exceptions.RuntimeEnvSetupError as error:
-        raise BadInput(
-            f"Ray could not prepare a worker ({first_sentence(error)}); use --engine local"
-        ) from None
 
 
 # --- opening an engine
@@ -310,8 +287,6 @@ def fetch(ref: Any) -> Outcome:
 
 def check_engine(engine: str, address: str | None, device: str) -> None:
     """Reject invalid combinations before any file is opened."""
-    if engine not in ENGINES:
-        raise unknown_name("engine", engine, list(ENGINES))
     if engine == "local":
         if address is not None:
             raise BadInput(f"--address {address}: only Ray has an address; use --engine ray")
@@ -325,9 +300,7 @@ def check_engine(engine: str, address: str | None, device: str) -> None:
 
 
 def check_jobs(engine: str, jobs: int | None) -> None:
-    """Reject a number of parts that is none, or that only Ray could run."""
-    if jobs is not None and (not isinstance(jobs, int) or jobs < 1):
-        raise BadInput(f"--jobs {jobs}: give a whole number from 1")
+    """Reject a number of parts that only Ray could run."""
     if jobs is not None and engine != "ray":
         raise BadInput(f"--jobs {jobs}: only Ray splits the text; use --engine ray, or omit it")
 
@@ -342,7 +315,7 @@ def open_engine(engine: str, address: str | None, device: str) -> Iterator[Engin
 
     with ExitStack() as stack:
         if not ray.is_initialized():
-            stack.enter_context(local_cluster() if address is None else joined_cluster(address))
+            stack.enter_context(ray_cluster(address))
         elif address is not None:
             raise BadInput(f"--address {address}: this process is connected to Ray already; omit --address")
         yield ray_engine(device, [node["Resources"] for node in ray.nodes() if node["Alive"]])
@@ -362,12 +335,12 @@ def ray_engine(device: str, machines: list[dict[str, float]]) -> RayEngine:
         raise BadInput("--device cuda: no machine of the Ray cluster has a GPU to give; use --device cpu")
     place = "cuda" if gpus and device != "cpu" else "cpu"
     environment = thread_variables()
-    cpus = min(int(environment["OMP_NUM_THREADS"]), most_cpus)  # Ray would wait forever for more
-    cpus = cpus if place == "cpu" else 1
-    slots = [
-        int(machine.get("GPU", 0) if place == "cuda" else machine.get("CPU", 0) // cpus)
-        for machine in machines
-    ]
+    if place == "cuda":
+        cpus: float = 1
+        slots = [int(machine.get("GPU", 0)) for machine in machines]
+    else:
+        cpus = min(int(environment["OMP_NUM_THREADS"]), most_cpus)  # Ray would wait forever for more
+        slots = [int(machine.get("CPU", 0) // cpus) for machine in machines]
     return RayEngine(place, cpus, int(place == "cuda"), environment, max(sum(slots), 1), max(slots))
 
 
@@ -375,81 +348,54 @@ def thread_variables() -> dict[str, str]:
     """The environment in which torch and numpy use as many threads as in this process."""
     import torch
 
-    openblas = (
-        os.environ.get("OPENBLAS_NUM_THREADS") or os.environ.get("OMP_NUM_THREADS") or str(count_cores())
-    )
+    set_here = os.environ.get("OPENBLAS_NUM_THREADS") or os.environ.get("OMP_NUM_THREADS")
+    openblas = set_here or str(count_cores())
     variables = {"OMP_NUM_THREADS": str(torch.get_num_threads()), "OPENBLAS_NUM_THREADS": openblas}
     return {**variables, ANONYMOUS: "1"} if is_anonymous() else variables
 
 
 @contextmanager
-def local_cluster() -> Iterator[None]:
-    """Start a cluster of this machine alone: no dashboard, no log on the terminal, no leftover files."""
-    # sockets need short paths
-    folder = tempfile.mkdtemp(prefix="ray-", dir="/tmp" if os.path.isdir("/tmp") else None)
-    try:
-        with connection(address="local", include_dashboard=False, _temp_dir=folder):
-            yield
-    except RayConnectionError as error:
-        raise BadInput(f"Ray cannot be started here ({error}); use --engine local") from None
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
+def ray_cluster(address: str | None) -> Iterator[None]:
+    """Join the cluster at the address, or start one of this machine alone: no dashboard, no leftover files.
 
-
-@contextmanager
-def joined_cluster(address: str) -> Iterator[None]:
-    """Connect to an existing cluster."""
-    host, _, port = address.rpartition(":")
-    try:
-        if host and port.isdecimal() and "/" not in host:  # Ray itself would retry for half a minute
-            socket.create_connection((host, int(port)), timeout=10).close()
-        with connection(address=address):
-            yield
-    except (RayConnectionError, OSError, OverflowError) as error:
-        raise BadInput(
-            f"--address {address}: no Ray cluster there ({first_sentence(error)}); start one with "
-            "`ray start --head`, set RAY_AUTH_MODE=token if it asks for a token, or omit --address"
-        ) from None
-
-
-class RayConnectionError(Exception):
-    """Ray could not be started or joined; the message is the first sentence of Ray's."""
-
-
-@contextmanager
-def connection(**options: Any) -> Iterator[None]:
+    Ray prints nothing meanwhile: its messages about dead workers would go to stdout, which may be parsed as
+    JSON.
+    """
     import ray
-
-    main_thread = threading.current_thread() is threading.main_thread()
-    on_stop = signal.getsignal(signal.SIGTERM)
-    try:
-        with environment(RAY_USAGE_STATS_ENABLED="0"):
-            ray.init(log_to_driver=False, logging_level="ERROR", **options)
-    except (OSError, RuntimeError, ValueError, ImportError) as error:  # a ConnectionError is an OSError
-        ray.shutdown()
-        raise RayConnectionError(first_sentence(error)) from None
-    finally:
-        if main_thread and on_stop is not None:
-            signal.signal(signal.SIGTERM, on_stop)  # Ray replaces the handler
-    try:
-        with silent_workers():
-            yield
-    finally:
-        ray.shutdown()
-
-
-@contextmanager
-def silent_workers() -> Iterator[None]:
-    """Suppress Ray's messages about dead workers on stdout, which may be parsed as JSON."""
     from ray._private import worker
 
-    # Ray's debugger sets it for the same purpose; there is no public way
-    before = getattr(worker, "_worker_logs_enabled", True)
-    worker._worker_logs_enabled = False
-    try:
-        yield
-    finally:
-        worker._worker_logs_enabled = before
+    host, _, port = (address or "").rpartition(":")
+    main_thread = threading.current_thread() is threading.main_thread()
+    on_stop = signal.getsignal(signal.SIGTERM)
+    place = "/tmp" if os.path.isdir("/tmp") else None  # sockets need short paths
+    with tempfile.TemporaryDirectory(prefix="ray-", dir=place, ignore_cleanup_errors=True) as folder:
+        own = {"address": "local", "include_dashboard": False, "_temp_dir": folder}
+        try:
+            if host and port.isdecimal() and "/" not in host:  # Ray itself would retry for half a minute
+                socket.create_connection((host, int(port)), timeout=10).close()
+            with environment(RAY_USAGE_STATS_ENABLED="0"):
+                options: dict[str, Any] = own if address is None else {"address": address}
+                ray.init(log_to_driver=False, logging_level="ERROR", **options)
+        except (OSError, OverflowError, RuntimeError, ValueError, ImportError) as error:
+            ray.shutdown()
+            why = first_sentence(error)
+            if address is None:
+                raise BadInput(f"Ray cannot be started here ({why}); use --engine local") from None
+            raise BadInput(
+                f"--address {address}: no Ray cluster there ({why}); start one with `ray start --head`, set "
+                "RAY_AUTH_MODE=token if it asks for a token, or omit --address"
+            ) from None
+        finally:
+            if main_thread and on_stop is not None:
+                signal.signal(signal.SIGTERM, on_stop)  # Ray replaces the handler
+        # Ray's debugger sets it for the same purpose; there is no public way
+        before = getattr(worker, "_worker_logs_enabled", True)
+        worker._worker_logs_enabled = False
+        try:
+            yield
+        finally:
+            worker._worker_logs_enabled = before
+            ray.shutdown()
 
 
 @contextmanager
@@ -465,5 +411,4 @@ def environment(**defaults: str) -> Iterator[None]:
 
 
 def first_sentence(error: BaseException) -> str:
-    line = (str(error).strip().splitlines() or [type(error).__name__])[0]
-    return line.split(". ")[0].rstrip(".")
+    return (str(error).strip().splitlines() or [type(error).__name__])[0].split(". ")[0].rstrip(".")

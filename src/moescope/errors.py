@@ -14,8 +14,7 @@ def shortened(line: str) -> str:
     """Return the line with at most LONGEST_LINE characters: its beginning and its remedy, at the end."""
     if len(line) <= LONGEST_LINE:
         return line
-    cut = " ... "
-    return line[: LONGEST_LINE - REMEDY - len(cut)] + cut + line[-REMEDY:]
+    return f"{line[: LONGEST_LINE - REMEDY - 5]} ... {line[-REMEDY:]}"
 
 
 class BadInput(Exception):

@@ -50,11 +50,7 @@ def lists_amx() -> bool:
 
 def machine() -> dict[str, Any]:
     """Return what computes: models of the CPU and of the GPUs, cores, and threads per operation."""
-    facts: dict[str, Any] = {
-        "cpu": cpu_model(),
-        "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
-        "gpus": [],
-    }
+    facts: dict[str, Any] = {"cpu": cpu_model(), "cores": count_cores(), "gpus": []}
     torch = sys.modules.get("torch")  # where a verb has not imported it, nothing was computed with it
     if torch is not None:
         facts["threads"] = torch.get_num_threads()
@@ -62,6 +58,11 @@ def machine() -> dict[str, Any]:
             facts["gpus"] = [torch.cuda.get_device_name(at) for at in range(torch.cuda.device_count())]
             facts["cuda"] = torch.version.cuda
     return facts
+
+
+def count_cores() -> int:
+    """Return how many cores this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def cpu_model() -> str:

@@ -38,27 +38,14 @@ def progress(
             ended.set()
             clock.join()
         return
+    from rich import progress as rich
     from rich.console import Console
-    from rich.progress import (
-        BarColumn,
-        MofNCompleteColumn,
-        Progress,
-        TextColumn,
-        TimeElapsedColumn,
-        TimeRemainingColumn,
-    )
 
     columns = (
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TextColumn(what),
-        TimeElapsedColumn(),
-        TextColumn("elapsed,"),
-        TimeRemainingColumn(),
-        TextColumn("left"),
+        *("{task.description}", rich.BarColumn(), rich.MofNCompleteColumn(), what),
+        *(rich.TimeElapsedColumn(), "elapsed,", rich.TimeRemainingColumn(), "left"),
     )
-    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+    with rich.Progress(*columns, console=Console(stderr=True), transient=True) as bar:
         task = bar.add_task("starting", total=total, completed=done)
         yield lambda label, amount=1, total=None: bar.update(
             task, total=total, advance=amount, description=label

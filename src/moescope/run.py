@@ -10,10 +10,11 @@ import subprocess
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from moescope.errors import BadInput, unknown_name
 from moescope.processor import machine
@@ -28,7 +29,7 @@ from moescope.storage import (
     reason,
     remove,
     remove_leftovers,
-    sync_file,
+    sync,
     without_absolute_paths,
 )
 from moescope.tables import (
@@ -40,7 +41,7 @@ from moescope.tables import (
     read_parquet,
     shape_of,
 )
-from moescope.verb import Figure, Selection, Verb, canonical
+from moescope.verb import Drawable, Figure, Selection, Verb
 from moescope.verbs import load_verb
 
 if TYPE_CHECKING:
@@ -68,7 +69,7 @@ class OtherRun(BadInput):
 class Run:
     """A run folder, to be read.
 
-    `run.table("alignment")` is a pandas frame, `run.figure("align_by_k", layer=3)` a plotly Figure,
+    `run.table("alignment")` is a pandas frame, `run.figure("alignment_by_k", layer=3)` a plotly Figure,
     `run.info` is run.json.
     """
 
@@ -79,15 +80,15 @@ class Run:
     def load(cls, folder: str | Path) -> Run:
         """Open a run folder; an unfinished run and one of another schema version are errors."""
         path = Path(folder)
-        info = read_run_json(path)
-        if info is None:
+        if (info := read_run_json(path)) is None:
             where = "no such folder" if not path.exists() else "no run.json in it"
             raise BadInput(f"{path}: {where}; give a folder that a moescope command has written")
         run = cls(path, without_absolute_paths(info) if is_anonymous() else info)
         if info.get("schema_version") != SCHEMA_VERSION:
+            command = f": {info['command']}" if info.get("command") else ""
             raise BadInput(
                 f"{path}: schema version {info.get('schema_version')}, this moescope uses {SCHEMA_VERSION}; "
-                f"make it again: {old_command(run)}"
+                f"make it again with --overwrite{command}"
             )
         if info.get("status") != "done" and not run.verb.grows:
             raise BadInput(f"{path}: this run is {info.get('status')}; give its command again to finish it")
@@ -123,8 +124,7 @@ class Run:
     def files(self, name: str) -> list[Path]:
         """Return the files of a table: one, or one per finished task in a run that is still growing."""
         joined = self.path / f"{name}.parquet"
-        tasks = self.path.glob(f"parts/*/{name}.parquet")
-        return [joined] if joined.exists() else sorted(file for file in tasks if not is_leftover(file.parent))
+        return [joined] if joined.exists() else task_files(self.path, name)
 
     def table(self, name: str) -> pd.DataFrame:
         """Return a table as a pandas frame, keys first."""
@@ -136,43 +136,49 @@ class Run:
         frames = [read_parquet(str(file), table) for file in files]
         found, written = sum(map(len, frames)), self.info.get("rows", {}).get(name)
         if self.info.get("status") == "done" and written not in (None, found):
-            again = "run its command again with --overwrite"
-            raise BadInput(f"{files[0]}: {found:,} rows, {written:,} were written; {again}")
+            lost = f"{found:,} rows, {written:,} were written"
+            raise BadInput(f"{files[0]}: {lost}; run its command again with --overwrite")
         return frames[0] if len(frames) == 1 else pd.concat(frames, ignore_index=True)
 
     def tidy(self) -> None:
         """Remove what a process left that was stopped after its run was done."""
-        tasks = [*self.path.glob("parts/*/*.parquet")]
-        leftovers = [path for path in self.path.iterdir() if is_leftover(path)]
-        if self.info.get("status") != "done" or not (tasks or leftovers):
-            return
-        with suppress(BadInput), only_writer(self.path, self.path / ".lock", "this run", "wait"):
-            remove_leftovers(self.path)
-            remove_tasks(self.path, self.verb)
+        left = [*self.path.glob("parts/*/*.parquet"), *filter(is_leftover, self.path.iterdir())]
+        if self.info.get("status") == "done" and left:
+            with suppress(BadInput), only_writer(self.path, self.path / ".lock", "this run", "wait"):
+                remove_leftovers(self.path)
+                remove_tasks(self.path, self.verb)
 
     def figures(self) -> dict[str, str]:
         """Return the figures that this run can draw: name -> one line on what it shows."""
         tables = self.verb.select(self, Selection())
         return {spec.name: spec.line for spec in self.verb.figures if spec.can_draw(tables)}
 
-    def figure(self, name: str, **selection: Any) -> PlotlyFigure:
-        """Draw a figure as a plotly Figure, of the rows selected: `run.figure("align_by_k", layer=3)`."""
-        return self.draw(name, **selection).to_plotly()
+    def figure(self, figure: str | Drawable, **selection: Any) -> PlotlyFigure:
+        """Draw a figure as a plotly Figure, of the rows selected: `run.figure("alignment_by_k", layer=3)`."""
+        return self.draw(figure, **selection).to_plotly()
 
-    def draw(self, name: str, **selection: Any) -> Figure:
-        """Draw a figure as the report holds it, with its title and caption."""
-        spec = self.verb.figure(name)
-        if spec is None:
-            raise unknown_name(f"figure of {self.path}", name, list(self.figures()))
+    def draw(self, figure: str | Drawable, **selection: Any) -> Figure:
+        """Draw a figure as the report holds it, with its title and caption.
+
+        `figure` is the name of one, or a mark: `run.draw(Lines("balance", "routing_layers", y="cv"))`.
+        `quantity` selects the page of a figure with one page per column.
+        """
         # also of the runs inside: a comparison draws its scans
-        tables_of = [table for run in (self, *self.parts.values()) for table in run.verb.tables.values()]
-        columns = {column for table in tables_of if table.name in spec.needs for column in table.columns}
+        known = {
+            name: table for run in (*self.parts.values(), self) for name, table in run.verb.tables.items()
+        }
+        spec = self.verb.figure(figure) if isinstance(figure, str) else figure.bound(known)
+        if spec is None:
+            raise unknown_name(f"figure of {self.path}", figure, list(self.figures()))
+        if page := selection.pop("quantity", ""):
+            spec = replace(cast(Any, spec), opens=page)
+        columns = {column for name in spec.needs if name in known for column in known[name].columns}
         if unknown := [key for key in selection if key not in columns]:
-            raise unknown_name(f"column to select by in figure {name}", unknown[0], sorted(columns))
+            raise unknown_name(f"column to select by in figure {spec.name}", unknown[0], sorted(columns))
         tables = self.verb.select(self, Selection(selection))
         if not spec.can_draw(tables):
             of = ", ".join(f"{key}={value!r}" for key, value in selection.items()) or "this run"
-            raise BadInput(f"{self.path}: nothing to draw in figure {name} of {of}; see run.figures()")
+            raise BadInput(f"{self.path}: nothing to draw in figure {spec.name} of {of}; see run.figures()")
         return spec.draw(tables)
 
     def __repr__(self) -> str:
@@ -192,9 +198,8 @@ class Run:
         )
         findings = "".join(f"<li>{escape(line)}</li>" for line in summary.findings)
         report = self.path / REPORT
-        link = "no report yet: moescope.report(run)"
-        if report.exists():
-            link = f'<a href="{escape(str(report))}">report</a>'
+        link = f'<a href="{escape(str(report))}">report</a>'
+        link = link if report.exists() else "no report yet: moescope.report(run)"
         tables = ", ".join(f"<code>{escape(name)}</code>" for name in self.tables)
         return (
             f"<strong>{escape(self.info['verb'])}</strong> <code>{escape(str(self.path))}</code> ({link})"
@@ -211,57 +216,6 @@ def open(path: str | Path) -> Run:  # as moescope.open
     return Run.load(path)
 
 
-def old_command(run: Run) -> str:
-    """Return what makes a run of an older version again, as far as its run.json tells."""
-    info, verb = run.info, run.verb
-    if command := info.get("command"):
-        return f"{command} --overwrite" if command.startswith("moescope ") else command
-    arguments = dict(info.get("arguments") or {})
-    if verb.run is None:
-        options = ", ".join(f"{name}={value!r}" for name, value in arguments.items())
-        return f"moescope.{verb.name.capitalize()}({options})"
-    given = {f"{name}_" if name == "from" else name: value for name, value in info.get("asked", {}).items()}
-    if not given:
-        given = old_options(arguments)
-        paths = [item["path"] for item in info.get("runs") or info.get("checkpoints", [])]
-        for option in verb.options:
-            if option.positional and paths:
-                given[option.name] = paths if option.repeated else paths.pop(0)
-    defaults = {option.name: canonical(option.default) for option in verb.options}
-    given = {
-        name: value
-        for name, value in given.items()
-        if name in defaults and value not in (None, [], defaults[name], [defaults[name]])
-    }
-    return f"{verb.command({**given, 'out': run.path})} --overwrite"
-
-
-def old_options(arguments: dict[str, Any]) -> dict[str, Any]:
-    """Return the options of a run of version 1 under their present names."""
-    given = {name: value for name, value in arguments.items() if name not in ("text", "token_ids")}
-    sources = [(domain, file) for domain, files in arguments.get("text") or [] for file in files]
-    domains = {domain for domain, _ in sources}
-    for domain, file in sources:
-        place = file[0] if isinstance(file, list) else "-"
-        if arguments.get("token_ids"):
-            given["token_ids"] = place
-        elif len(domains) > 1 or domain != "text":
-            given.setdefault("domain", []).append(f"{domain}={place}")
-        else:
-            given.setdefault("text", []).append(place)
-    if "import" in given:
-        given["recorded"] = given.pop("import")[0]
-    if "signed" in given:
-        given["unsigned"] = not given.pop("signed")
-    if given.get("method") == "gate_mass":
-        given["method"] = "gate_weight"
-    if given.get("layers") and isinstance(given["layers"][0], list):
-        given["layers"] = given["layers"][0]
-    if given.get("apply") and Path(given["apply"]).exists():
-        given["apply"] += "-again"  # a checkpoint is not overwritten
-    return given
-
-
 @dataclass
 class RunWriter:
     """A run being written: each task is flushed to parts/ completely or not at all; `finish` joins them."""
@@ -272,13 +226,7 @@ class RunWriter:
     timings: dict[str, float] = field(default_factory=dict)
 
     def done_tasks(self) -> set[str]:
-        folder = self.path / "parts"
-        return {task.name for task in folder.iterdir() if not is_leftover(task)} if folder.exists() else set()
-
-    def task_files(self, name: str) -> list[Path]:
-        """Return the files of a table, one per task that has rows of it."""
-        files = [self.path / "parts" / task / f"{name}.parquet" for task in sorted(self.done_tasks())]
-        return [file for file in files if file.exists()]
+        return {task.name for task in self.path.glob("parts/*") if not is_leftover(task)}
 
     def flush_task(
         self,
@@ -292,47 +240,43 @@ class RunWriter:
 
         `arrays` are stored with them for later tasks; `files` (name -> where it was written) are moved in.
         """
+        import numpy as np
+
         with atomic_folder(self.path / "parts" / task) as partial:
             for name, frame in frames.items():
                 write_table(self.verb.tables[name], frame, partial / f"{name}.parquet")
             for name, array in (arrays or {}).items():
                 check_disk(partial, array.nbytes)
-                write_array(partial / f"{name}.npy", array)
+                with atomic_file(partial / f"{name}.npy") as path, path.open("wb") as stream:
+                    np.save(stream, array)
             for name, file in (files or {}).items():
-                sync_file(file)
+                sync(file)
                 file.replace(partial / name)
             write_json(partial / "setup.json", setup)
 
     def remove_tasks(self, tasks: Iterable[str]) -> None:
         for task in tasks:
-            remove(self.path / "parts" / task)
-
-    def remove_joined(self) -> None:
-        """Remove the joined tables: of a run that is not done they may be of an attempt that was killed."""
-        for name in self.verb.tables:
-            if (self.path / f"{name}.parquet").exists():
-                remove(self.path / f"{name}.parquet")
+            remove(self.path / "parts" / task, self.path)
 
     def has(self, name: str) -> bool:
         """Return whether some task has rows of that table."""
-        return bool(self.task_files(name))
+        return bool(task_files(self.path, name))
 
     def joined(self, name: str) -> pd.DataFrame:
         """Return one table, joined from all tasks flushed so far."""
         import pandas as pd
 
-        return pd.concat([read_parquet(str(file)) for file in self.task_files(name)], ignore_index=True)
+        return pd.concat([read_parquet(str(file)) for file in task_files(self.path, name)], ignore_index=True)
 
     def join_streamed(self, name: str) -> None:
         """Join a table that is too large for memory, one row group at a time."""
         import pyarrow.parquet as pq
 
-        schema = arrow_schema(self.verb.tables[name])
         with (
             atomic_file(self.path / f"{name}.parquet") as partial,
-            pq.ParquetWriter(partial, schema, compression="zstd") as writer,
+            pq.ParquetWriter(partial, arrow_schema(self.verb.tables[name]), compression="zstd") as writer,
         ):
-            for file in self.task_files(name):
+            for file in task_files(self.path, name):
                 part = pq.ParquetFile(file)
                 for group in range(part.num_row_groups):
                     rows = part.read_row_group(group)
@@ -346,8 +290,8 @@ class RunWriter:
         return np.load(self.path / "parts" / task / f"{name}.npy", mmap_mode="r")
 
     def setups(self) -> list[dict[str, Any]]:
-        folder = self.path / "parts"
-        return [json.loads((folder / task / "setup.json").read_text()) for task in sorted(self.done_tasks())]
+        files = [self.path / "parts" / task / "setup.json" for task in sorted(self.done_tasks())]
+        return [json.loads(file.read_text()) for file in files]
 
     def timed(self, stage: str) -> AbstractContextManager[None]:
         return timed(self.timings, stage)
@@ -360,18 +304,15 @@ class RunWriter:
     def save_info(self, **changes: Any) -> None:
         self.info.update(changes)
         if changes.get("status") == "done":
-            self.info["rows"] = self.count_rows()
+            import pyarrow.parquet as pq
+
+            files = {name: self.path / f"{name}.parquet" for name in self.verb.tables}
+            rows = {name: pq.read_metadata(file).num_rows for name, file in files.items() if file.exists()}
+            self.info["rows"] = rows
         self.info["timings"] = {stage: round(seconds, 4) for stage, seconds in self.timings.items()}
         if is_anonymous() or self.info.get("anonymous"):
             self.info = {**without_absolute_paths(self.info), "anonymous": True}
         write_json(self.path / "run.json", self.info)
-
-    def count_rows(self) -> dict[str, int]:
-        """Return the number of rows per joined table."""
-        import pyarrow.parquet as pq
-
-        files = {name: self.path / f"{name}.parquet" for name in self.verb.tables}
-        return {name: pq.read_metadata(file).num_rows for name, file in files.items() if file.exists()}
 
     def finish(self, frames: Frames) -> Run:
         """Write the joined tables, mark the run done, then delete the tasks: a crash loses nothing."""
@@ -382,6 +323,11 @@ class RunWriter:
         self.save_info(status="done", finished=now())
         remove_tasks(self.path, self.verb)
         return Run(self.path, jsonable(self.info))
+
+
+def task_files(folder: Path, name: str) -> list[Path]:
+    """Return the files of a run's table, one per finished task that has rows of it."""
+    return sorted(file for file in folder.glob(f"parts/*/{name}.parquet") if not is_leftover(file.parent))
 
 
 @contextmanager
@@ -438,17 +384,17 @@ def open_run(
                 if reopen is not None:
                     reopen(writer)
             writer.save_info(status="running", process=os.getpid(), tasks_resumed=len(writer.done_tasks()))
-            writer.remove_joined()
+            for name in verb.tables:  # of a run that is not done they may be of an attempt that was killed
+                remove(folder / f"{name}.parquet", folder)
             yield writer
         except BaseException as error:
-            if writer is None or writer.info.get("status") == "done":
-                pass
-            elif created and not writer.done_tasks() and not (folder / STREAMED).exists():
-                clear_run(folder, verb)
-            else:
-                status = "interrupted" if isinstance(error, KeyboardInterrupt) else "failed"
-                with suppress(BadInput):  # the disk may be full
-                    writer.save_info(status=status, error=f"{type(error).__name__}: {error}")
+            if writer is not None and writer.info.get("status") != "done":
+                if created and not writer.done_tasks() and not (folder / STREAMED).exists():
+                    clear_run(folder, verb)
+                else:
+                    status = "interrupted" if isinstance(error, KeyboardInterrupt) else "failed"
+                    with suppress(BadInput):  # the disk may be full
+                        writer.save_info(status=status, error=f"{type(error).__name__}: {error}")
             raise
 
 
@@ -462,10 +408,9 @@ def place_run(
 
 def finished_run(folder: Path, identity: dict[str, Any]) -> Run | None:
     """Return the run in the folder if it is complete and has this identity."""
-    info = read_run_json(folder)
-    if not info or info.get("status") != "done" or info.get("schema_version") != SCHEMA_VERSION:
-        return None
-    if different_keys(info, identity):
+    info = read_run_json(folder) or {}
+    complete = info.get("status") == "done" and info.get("schema_version") == SCHEMA_VERSION
+    if not complete or different_keys(info, identity):
         return None
     run = Run(folder, info)
     run.tidy()
@@ -476,7 +421,8 @@ def check_folder(folder: Path, identity: dict[str, Any], overwrite: bool) -> boo
     """Raise an error if the folder holds something else; return whether it holds no run yet."""
     if folder.exists() and not folder.is_dir():
         raise BadInput(f"{folder}: a file is in the way; give another --out")
-    if not folder.exists() or not any(map(is_content, folder.iterdir())):
+    files = folder.iterdir() if folder.exists() else ()
+    if not any(file.name not in (".lock", TRAIN_LOCK) and not is_leftover(file) for file in files):
         return True
     try:
         info = read_run_json(folder)
@@ -486,19 +432,17 @@ def check_folder(folder: Path, identity: dict[str, Any], overwrite: bool) -> boo
         raise
     if info is None:
         raise BadInput(f"{folder}: not empty and not a run folder; give another --out")
-    if overwrite:
-        return True
     different = different_keys(info, identity)
-    if different or info.get("schema_version") != SCHEMA_VERSION:
-        what = difference(info, jsonable(identity), different)
+    if not overwrite and (different or info.get("schema_version") != SCHEMA_VERSION):
+        what = " and ".join(different) or "schema version"
+        if different == ["arguments"]:
+            old, new = info.get("arguments") or {}, jsonable(identity["arguments"])
+            names = [name for name in sorted({*old, *new}) if old.get(name) != new.get(name)]
+            what = f"arguments ({', '.join(names)})"
         raise OtherRun(
             f"{folder}: holds a run with other {what}; give another --out, or --overwrite to replace it"
         )
-    return False
-
-
-def is_content(file: Path) -> bool:
-    return file.name not in (".lock", TRAIN_LOCK) and not is_leftover(file)
+    return overwrite
 
 
 def different_keys(info: dict[str, Any], identity: dict[str, Any]) -> list[str]:
@@ -521,33 +465,18 @@ def without_places(value: Any) -> Any:
     ]
 
 
-def difference(info: dict[str, Any], identity: dict[str, Any], keys: list[str]) -> str:
-    """Return what differs, as precisely as it can be named."""
-    if keys == ["arguments"]:
-        old, new = info.get("arguments") or {}, identity["arguments"]
-        names = ", ".join(name for name in sorted({*old, *new}) if old.get(name) != new.get(name))
-        return f"arguments ({names})"
-    return " and ".join(keys) if keys else "schema version"
-
-
 def remove_tasks(folder: Path, verb: Verb) -> None:
     """Remove the tasks of a finished run; of one that may be continued only their tables."""
     if not verb.continues:
-        remove_parts(folder)
+        remove(folder / "parts", folder)
     for file in sorted(folder.glob("parts/*/*.parquet")):
-        remove(file)
-
-
-def remove_parts(folder: Path) -> None:
-    if (folder / "parts").exists():
-        remove(folder / "parts")
+        remove(file, folder)
 
 
 def mark_unfinished(folder: Path) -> dict[str, Any] | None:
     """Make sure that nobody takes the run for a complete one while it is removed; return its run.json."""
-    before = read_run_json(folder)
-    if before:
-        remove_parts(folder)
+    if before := read_run_json(folder):
+        remove(folder / "parts", folder)
         write_json(folder / RUN_JSON, {**before, "status": "interrupted"})
     return before
 
@@ -561,32 +490,23 @@ def clear_run(folder: Path, verb: Verb) -> None:
     with suppress(BadInput):  # damaged, or of an unknown verb
         if before := mark_unfinished(folder):
             verbs.append(load_verb(before["verb"]))
-    remove_parts(folder)
-    tables = {f"{name}.parquet" for of in verbs for name in of.tables}
-    files = {*tables, *OWN_FILES, *(file for of in verbs for file in of.files)}
-    for name in (*sorted(files - {RUN_JSON}), RUN_JSON):
-        if (folder / name).exists():
-            remove(folder / name)
+    remove(folder / "parts", folder)
+    files = {file for of in verbs for file in (*of.files, *(f"{name}.parquet" for name in of.tables))}
+    for name in (*sorted({*files, *OWN_FILES} - {RUN_JSON}), RUN_JSON):
+        remove(folder / name, folder)
     remove_leftovers(folder)
 
 
 def default_folder(verb: str, model_name: str, identity: dict[str, Any], base: Path = Path("runs")) -> Path:
     """Return runs/<verb>-<model>-<number>: the newest if it is this run, unfinished, else the next."""
-    stem = f"{verb}-{re.sub(r'[^A-Za-z0-9._-]+', '_', model_name) or 'model'}"
-    numbers = [
-        int(path.name[len(stem) + 1 :])
-        for path in base.glob(f"{stem}-*")
-        if path.name[len(stem) + 1 :].isdecimal()
-    ]
-    if numbers:
-        newest = base / f"{stem}-{max(numbers)}"
-        try:
-            info = read_run_json(newest)
-        except BadInput:  # damaged, or not a run: skipped
-            info = None
+    stem = f"{verb}-{re.sub(r'[^A-Za-z0-9._-]+', '_', model_name) or 'model'}-"
+    endings = [path.name.removeprefix(stem) for path in base.glob(f"{stem}*")]
+    number = max((int(ending) for ending in endings if ending.isdecimal()), default=0)
+    with suppress(BadInput):  # damaged, or not a run: skipped
+        info = read_run_json(newest := base / f"{stem}{number}")
         if info and info.get("status") != "done" and not different_keys(info, identity):
             return newest
-    return base / f"{stem}-{max(numbers, default=0) + 1}"
+    return base / f"{stem}{number + 1}"
 
 
 def read_run_json(folder: Path) -> dict[str, Any] | None:
@@ -616,20 +536,12 @@ def write_table(table: Table, frame: pd.DataFrame, path: Path) -> None:
         pq.write_table(arrow, partial, compression="zstd")
 
 
-def write_array(path: Path, array: NDArray[Any]) -> None:
-    import numpy as np
-
-    with atomic_file(path) as partial, partial.open("wb") as file:
-        np.save(file, array)
-
-
 def write_json(path: Path, value: Any) -> None:
     content = jsonable(value)
     if path.name == RUN_JSON:
         content[SHAPE] = shape_of(content)
-    text = json.dumps(content, indent=2, ensure_ascii=False) + "\n"
     with atomic_file(path) as partial:
-        partial.write_text(text, encoding="utf-8")
+        partial.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
 def jsonable(value: Any) -> Any:
@@ -665,6 +577,7 @@ def git_commit() -> str | None:
     return git_output("rev-parse", "HEAD")
 
 
+@cache  # unlike the working folder's commit, that of the code that runs
 def package_commit() -> str | None:
     """Return the last commit of this package's source, if it runs from a git checkout of it."""
     return git_output("-C", str(Path(__file__).parent), "log", "-1", "--format=%H", "--", ".")

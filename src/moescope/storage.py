@@ -16,12 +16,13 @@ import shlex
 import shutil
 import signal
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 from moescope.errors import BadInput
 
+AGAIN = "free some space, then give the same command"
 REPORT = "report.html"  # in a run folder
 SPARE_DISK = 32 * 2**20
 PARTIAL_ENDING = ".moescope-partial"
@@ -46,8 +47,7 @@ class Failpoint:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
-armed = os.environ.get("MOESCOPE_FAILPOINT")
-failpoint = Failpoint(armed) if armed else None
+failpoint = Failpoint(armed) if (armed := os.environ.get("MOESCOPE_FAILPOINT")) else None
 
 
 def write_point(creates: bool = False) -> None:
@@ -75,11 +75,9 @@ def without_absolute_paths(value: Any) -> Any:
         return [without_absolute_paths(item) for item in value]
     if isinstance(value, Path):
         return value.name if value.is_absolute() else value
-    if not isinstance(value, str):
-        return value
-    if value.startswith("moescope "):
-        return shlex.join(word_without_path(word) for word in shlex.split(value))
-    return word_without_path(value)
+    if isinstance(value, str) and value.startswith("moescope "):
+        return shlex.join(map(word_without_path, shlex.split(value)))
+    return word_without_path(value) if isinstance(value, str) else value
 
 
 def word_without_path(text: str) -> str:
@@ -104,17 +102,12 @@ def leftover_name(folder: Path) -> Path:
 
 
 def remove_leftovers(folder: Path) -> None:
-    """Remove what killed processes left half-written or half-removed in the folder."""
-    for path in folder.iterdir() if folder.is_dir() else ():
-        if not is_leftover(path) or path.is_symlink():
-            continue
-        with suppress(OSError):  # a lock that another process holds is one, too
-            descriptor = os.open(path, os.O_RDONLY)
-            try:
+    """Remove what killed processes left half-written or half-removed in the folder, unless that is a link."""
+    for path in folder.iterdir() if folder.is_dir() and not folder.is_symlink() else ():
+        if is_leftover(path) and not path.is_symlink():
+            with suppress(OSError), opened(path) as descriptor:  # a held lock is one, too
                 fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 delete(path)
-            finally:
-                os.close(descriptor)
 
 
 def delete(path: Path) -> None:
@@ -124,90 +117,85 @@ def delete(path: Path) -> None:
         path.unlink(missing_ok=True)
 
 
-def remove(path: Path) -> None:
-    """Remove a file or a folder, whole: a killed process leaves it as it was, or a leftover."""
+def check_inside(path: Path, run: Path) -> None:
+    """Raise an error if what the path names does not lie in the run's folder, behind a link for example."""
+    if not (place := path.parent.resolve()).is_relative_to(run.resolve()):
+        raise BadInput(
+            f"{path}: a link leads to {place}, outside {run}, where nothing is changed; replace the link by "
+            "a folder, or give another --out"
+        )
+
+
+def remove(path: Path, run: Path) -> None:
+    """Remove a file, folder or link of the folder `run`, if it exists; of a link, the target stays.
+
+    A killed process leaves it as it was, or a leftover.
+    """
+    if not os.path.lexists(path):
+        return
+    check_inside(path, run)
     write_point()
     if path.is_dir() and not path.is_symlink():
-        leftover = leftover_name(path.parent)
-        path.rename(leftover)
+        path = path.rename(leftover_name(path.parent))
         write_point()
-        path = leftover
     delete(path)
 
 
 @contextmanager
-def atomic_file(path: Path, remedy: str = "free some space, then give the same command") -> Iterator[Path]:
-    """Yield a new file of a random name beside `path` to write to; at the end it takes the name `path`."""
-    partial = leftover_name(path.parent)
+def opened(path: Path, flags: int = os.O_RDONLY) -> Iterator[int]:
+    """Yield a descriptor of a file or folder."""
+    descriptor = os.open(path, flags, 0o666)
+    try:
+        yield descriptor
+    finally:
+        os.close(descriptor)
+
+
+@contextmanager
+def atomic_file(path: Path, remedy: str = AGAIN, partial_folder: Path | None = None) -> Iterator[Path]:
+    """Yield a new file of a random name beside `path` to write to; at the end it takes the name `path`.
+
+    With `partial_folder` it is a new folder of that name.
+    """
+    partial = partial_folder or leftover_name(path.parent)
     try:
         write_point(creates=True)
-        descriptor = os.open(partial, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX)
-            yield partial
-            write_point(creates=True)
-            os.fsync(descriptor)
-            partial.replace(path)
-        except BaseException:
-            delete(partial)
-            raise
-        finally:
-            os.close(descriptor)
+        if partial_folder:
+            partial.mkdir(parents=True)
+        flags = os.O_RDONLY if partial_folder else os.O_RDWR | os.O_CREAT | os.O_EXCL
+        with opened(partial, flags) as descriptor:
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX)
+                yield partial
+                write_point(creates=True)
+                os.fsync(descriptor)
+                partial.replace(path)
+            except BaseException:
+                delete(partial)
+                raise
+        if partial_folder:
+            sync(path.parent)
     except OSError as error:
         raise BadInput(f"{path}: cannot be written ({reason(error)}); {remedy}") from None
 
 
-@contextmanager
-def atomic_folder(path: Path) -> Iterator[Path]:
-    """Yield a new folder of a random name beside `path` to fill; at the end it takes the name `path`."""
-    partial = leftover_name(path.parent)
-    try:
-        write_point(creates=True)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        partial.mkdir()
-        descriptor = os.open(partial, os.O_RDONLY | os.O_CLOEXEC)
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX)
-            yield partial
-            os.fsync(descriptor)
-            write_point(creates=True)
-            partial.rename(path)
-        except BaseException:
-            delete(partial)
-            raise
-        finally:
-            os.close(descriptor)
-        sync_folder(path.parent)
-    except OSError as error:
-        raise BadInput(
-            f"{path}: cannot be written ({reason(error)}); free some space, then give the same command"
-        ) from None
+def atomic_folder(path: Path) -> AbstractContextManager[Path]:
+    """Return a context with a new folder of a random name, to fill; at the end it takes the name `path`."""
+    return atomic_file(path, partial_folder=leftover_name(path.parent))
 
 
-def check_disk(
-    folder: Path, needed: int, remedy: str = "free some space, then give the same command to resume"
-) -> None:
+def check_disk(folder: Path, needed: int, remedy: str = f"{AGAIN} to resume") -> None:
     """Raise an error before the disk is full: `needed` is the number of bytes to write, uncompressed."""
-    free = shutil.disk_usage(folder).free
-    if free < needed + SPARE_DISK:
-        raise BadInput(
-            f"{folder}: {free / 1e6:,.0f} MB of disk left, {(needed + SPARE_DISK) / 1e6:,.0f} MB "
-            f"needed; {remedy}"
-        )
+    needed += SPARE_DISK
+    if (free := shutil.disk_usage(folder).free) < needed:
+        left = f"{free / 1e6:,.0f} MB of disk left, {needed / 1e6:,.0f} MB needed"
+        raise BadInput(f"{folder}: {left}; {remedy}")
 
 
-def sync_file(path: Path) -> None:
-    with path.open("rb") as file:
-        os.fsync(file.fileno())
-
-
-def sync_folder(folder: Path) -> None:
-    if hasattr(os, "O_DIRECTORY"):
-        descriptor = os.open(folder, os.O_DIRECTORY)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
+def sync(path: Path) -> None:
+    """Flush a file or the entries of a folder to the disk."""
+    with opened(path) as descriptor:
+        os.fsync(descriptor)
 
 
 def remove_empty(folders: list[Path]) -> None:
@@ -266,24 +254,13 @@ def whole_folder(folder: Path) -> Iterator[Path]:
     The target must be empty or absent. What a killed process left is removed by the next writer of the same
     target. Whoever writes a file must flush it.
     """
-    target = check_target(folder)
+    target, remedy = check_target(folder), "give another folder"
     partial = target.with_name(target.name + PARTIAL_ENDING)
-    with only_writer(folder, partial.with_name(partial.name + ".lock"), "it", "give another folder"):
-        try:
-            check_target(folder)  # again: another process may have finished it before we had the lock
-            if partial.exists():
-                shutil.rmtree(partial)
-            partial.mkdir()
-            write_point(creates=True)
+    with only_writer(folder, partial.with_name(partial.name + ".lock"), "it", remedy):
+        check_target(folder)  # again: another process may have finished it before we had the lock
+        delete(partial)
+        with atomic_file(target, remedy, partial):  # an empty folder of that name is replaced
             yield partial
-            sync_folder(partial)
-            write_point(creates=True)
-            partial.rename(target)  # an empty folder of that name is replaced
-            sync_folder(target.parent)
-        except OSError as error:
-            raise BadInput(f"{folder}: cannot be written ({reason(error)}); give another folder") from None
-        finally:
-            shutil.rmtree(partial, ignore_errors=True)
 
 
 def reason(error: BaseException) -> str:

@@ -6,8 +6,8 @@ Each subject defines its tables in its own `tables.py`; the columns that several
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from dataclasses import KW_ONLY, dataclass, field, replace
+from typing import TYPE_CHECKING, Any, Literal
 
 from moescope.errors import BadInput
 
@@ -19,21 +19,66 @@ SCHEMA_VERSION = 2
 COLUMNS = b"moescope.columns"  # of a parquet file's metadata: the columns that it was written with
 
 
+Reference = str | float | None  # a column's name, or a number
+
+
 @dataclass(frozen=True)
 class Column:
-    """A column: its kind (int, float, bool, text, floats, ints) and what a reader needs to judge a number."""
+    """A column: its kind (int, float, bool, text, floats, ints) and what a reader needs to judge a number.
+
+    Words for the glossary first. Then the same for a machine: figures, captions, tables, key numbers and
+    findings draw a column's chance level, noise, bounds and interval from here.
+    """
 
     kind: str
     meaning: str
     formula: str = ""
-    worst: str = ""
-    chance: str = ""
-    best: str = ""
+    at_worst: str = ""
+    at_chance: str = ""
+    at_best: str = ""
     misleads: str = ""
-    title: str = ""  # how figures and tables spell it; the column's name where empty
+    label: str = ""  # how figures and tables spell it; the column's name where empty
     unit: str = ""
+    _: KW_ONLY
+    chance: Reference = None
+    chance_label: str = "chance"
+    chance_range: tuple[str, str] | None = None  # columns of the range of several values at chance
+    noise: Reference = None  # standard deviation of the value at chance
+    least: Reference = None  # possible bounds: a number ends the axis, a column is a dotted line
+    most: Reference = None
+    most_label: str = "collapse"
+    interval: tuple[str, str] | None = None  # columns of its 95 % interval
+    scale: Literal["linear", "log", "ratio"] = "linear"  # ratio: relative to chance, in doublings
+    better: Literal["", "higher", "lower"] = ""
+    few: str = ""  # a bool column: too little data to judge
+    names: Mapping[str, str] = field(
+        default_factory=dict
+    )  # of a key: value -> words; its place is its colour
+    guides: Mapping[float, str] = field(default_factory=dict)  # published thresholds -> words
+
+    @property
+    def words(self) -> dict[str, str]:
+        """What the glossary shows of it."""
+        names = (
+            "kind",
+            "meaning",
+            "formula",
+            "at_worst",
+            "at_chance",
+            "at_best",
+            "misleads",
+            "label",
+            "unit",
+        )
+        return {name: getattr(self, name) for name in names}
+
+    def axis(self, name: str) -> str:
+        """Return the title of an axis that shows it: label and unit."""
+        label = self.label or name.replace("_", " ")
+        return f"{label} ({self.unit})" if self.unit else label
 
 
+UNDESCRIBED = Column("float", "")
 SHARED: dict[str, Column] = {
     "step": Column(
         "int",
@@ -70,9 +115,8 @@ class Table:
     keys: tuple[str, ...]
     values: tuple[str, ...]
     optional: tuple[str, ...] = ()  # keys that may be null: what the row is about has none
-    terms: Mapping[str, Column] = field(
-        default_factory=dict
-    )  # meanings of names in its rows, such as metrics
+    terms: Mapping[str, Column] = field(default_factory=dict)  # names in its column `metric`, as columns
+    whole: Mapping[str, Any] = field(default_factory=dict)  # key -> its value in rows for all together
     meanings: Mapping[str, Column] = field(default_factory=dict, repr=False)  # glossary key -> column
 
     @property
@@ -89,10 +133,13 @@ class Table:
     def column(self, name: str) -> Column:
         return self.meanings[self.key(name)]
 
+    def quantity(self, name: str) -> Column:
+        """Return a column, or a term in its rows; one that nobody described for any other name."""
+        return self.terms.get(name) or self.meanings.get(self.key(name)) or UNDESCRIBED
+
     def label(self, name: str) -> str:
         """Return a column, or a term in its rows, in words."""
-        column = self.terms.get(name) or self.meanings.get(self.key(name))
-        return (column and column.title) or name.replace("_", " ")
+        return self.quantity(name).label or name.replace("_", " ")
 
     @property
     def glossary(self) -> dict[str, Column]:
@@ -182,11 +229,11 @@ def wrong_column(schema: pa.Schema, table: Table | None) -> str | None:
     types = {column.name: column.type for column in schema}
     written = (schema.metadata or {}).get(COLUMNS, b"").decode(errors="replace").split(",")
     for column in [] if table is None else arrow_schema(table):
-        found = types.get(column.name)
-        if found is None and column.name in written:
+        stored = types.get(column.name)
+        if stored is None and column.name in written:
             return f"{column.name} is missing"
-        if found is not None and found != column.type:
-            return f"{column.name} holds {found}, not {column.type}"
+        if stored is not None and stored != column.type:
+            return f"{column.name} holds {stored}, not {column.type}"
     return None
 
 
@@ -218,14 +265,14 @@ def damaged_field(value: Any, shape: Shape, place: str = "") -> str | None:
         dot = f"{place}." if place else ""
         if missing := [key for key in shape if key not in value]:
             return f"{dot}{missing[0]} is missing"
-        found = (damaged_field(value[key], part, f"{dot}{key}") for key, part in shape.items())
-        return next(filter(None, found), None)
+        damages = (damaged_field(value[key], part, f"{dot}{key}") for key, part in shape.items())
+        return next(filter(None, damages), None)
     if isinstance(shape, list):
         if not isinstance(value, list) or [len(value)] != shape[:1]:
             return f"{where} is not a list of the length that was written"
         shapes = shape[1:] if len(shape) > 2 else shape[1:] * shape[0]  # one for all items where they agree
         pairs = enumerate(zip(value, shapes, strict=False))
-        found = (damaged_field(item, part, f"{place}[{at}]") for at, (item, part) in pairs)
-        return next(filter(None, found), None)
+        damages = (damaged_field(item, part, f"{place}[{at}]") for at, (item, part) in pairs)
+        return next(filter(None, damages), None)
     kind = KINDS.get(type(value), "another")
     return None if kind == shape else f"{where} is {kind}, not {shape}"

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -159,13 +159,12 @@ class LayerWeights:
 
     def expert(self, number: int, finite: bool = False) -> ExpertWeights:
         """Read one expert, in the stored dtype; with `finite` raise for NaN and Inf in it."""
-        biases = (self.gate_bias_EF, self.up_bias_EF, self.down_bias_ED)
-        stacks = (self.gate_EFD, self.down_EDF, self.up_EFD, *biases)
-        reads = ((stack.read_finite if finite else stack.read) if stack else None for stack in stacks)
-        gate, down, *rest = (None if read is None else read(number) for read in reads)
-        assert gate is not None
-        assert down is not None
-        return ExpertWeights(gate, down, *rest)
+
+        def read(stack: ExpertStack | None) -> Any:
+            return stack and (stack.read_finite(number) if finite else stack.read(number))
+
+        biases = map(read, (self.gate_bias_EF, self.up_bias_EF, self.down_bias_ED))
+        return ExpertWeights(read(self.gate_EFD), read(self.down_EDF), read(self.up_EFD), *biases)
 
 
 @dataclass(frozen=True)
@@ -195,8 +194,7 @@ class LayerPlan:
 
     @property
     def dropped(self) -> tuple[int, ...]:
-        members = {expert for group in self.groups for expert in group}
-        return tuple(expert for expert in range(self.n_experts) if expert not in members)
+        return tuple(sorted(set(range(self.n_experts)).difference(*self.groups)))
 
 
 @dataclass(frozen=True)
@@ -206,12 +204,12 @@ class Plan:
     method: str
     checkpoint: dict[str, str | None]  # address, revision, header hash: applied to no other checkpoint
     layers: tuple[LayerPlan, ...]
-    matching: str  # of members' neurons to the dominant's: "signed", "unsigned", "none"
+    matching: str  # of members' neurons to the dominant's: "signed" or "none"
     # "slice" (pruned), "fold" (fitted rows), "tie" (n rows, fewer experts), "join" (a group inherits its
     # dominant's part of the router; of a table, the tokens of all members)
     router: str
     top_k: int | None  # after
-    settings: dict[str, str | int | float | bool | None]  # keep, linkage, merge weights, seed, ...
+    settings: dict[str, str | int | float | bool | None]  # keep, seed, ...
 
 
 @dataclass(frozen=True)
@@ -310,8 +308,8 @@ class Coverage:
         skipped = "; ".join(f"{count} tensors skipped: {why}" for why, count in self.skipped.items())
         return printable(
             f"{self.family}: {self.layers_found} MoE layers of {expected} expected, {experts} per layer, "
-            f"{self.parameters_understood:,} of {self.parameters_total:,} parameters understood ({share:.1%})"
-            + (f"; {skipped}" if skipped else "")
+            f"{self.parameters_understood:,} of {self.parameters_total:,} parameters in MoE blocks "
+            f"({share:.1%})" + (f"; {skipped}" if skipped else "")
         )
 
     def without_rows(self) -> str | None:

@@ -7,17 +7,21 @@ line, the identity by which a run is resumed and the command under "Reproduce th
 from __future__ import annotations
 
 import inspect
+import operator
 import re
 import shlex
 import types
 import typing
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
+from itertools import chain
+from numbers import Integral, Real
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, Protocol, cast
 
 from moescope.checkpoint.location import hide_credentials
+from moescope.errors import BadInput, unknown_name
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -29,9 +33,67 @@ if TYPE_CHECKING:
 Tables = dict[str, "pd.DataFrame"]
 Trace = dict[str, Any]
 Payload = dict[str, Any]  # what the page's script draws, as plain data
+Kind = Literal["flag", "text", "int", "float"]  # of an option
 
 # Options that change no number: they may differ when a run is resumed.
 INCIDENTAL = frozenset({"out", "device", "engine", "address", "jobs", "quiet", "overwrite", "resume"})
+
+# Texts of options that several verbs share; a verb's own text of one replaces it.
+COMMON = """
+Parameters
+----------
+text : PATH, repeatable
+    Text to read: file, folder, .jsonl, hf://datasets/OWNER/NAME, or - for standard input.
+domain : NAME=PATH, repeatable
+    Text of a named domain, such as code=src.
+token_ids : FILE
+    Token ids instead of text: .npy, or .jsonl with one list per line.
+max_tokens : int >= 1, default all
+    Tokens to read at most, shared evenly by domains and documents.
+layers : LAYERS, default all
+    Layers, such as 0,5,9-12.
+out : DIR, default a new one in runs/
+    Run folder.
+device : DEVICE
+    auto, cpu, cuda or cuda:0; mps means cpu.
+
+Other Parameters
+----------------
+revision : REVISION, default main
+    Branch, tag or commit of a hub id.
+dtype : DTYPE
+    Precision; auto: as stored.
+batch_size : int >= 1
+    Documents per batch.
+chat_template : bool
+    Read documents as user messages.
+trust_remote_code : bool
+    Run the Python code that the checkpoint brings with it.
+execution : WAY
+    Run whole, sharded, or by layer.
+memory : SIZE, default 80 % of free
+    Most memory, of each worker: 8GB.
+engine : ENGINE
+    Run here, or on Ray (extra `ray`).
+address : ADDRESS
+    Ray cluster: auto or HOST:PORT.
+jobs : N >= 1, default as many as fit
+    Parts of the text on Ray.
+seed : int >= 0
+    Seed of random draws.
+overwrite : bool
+    Replace the run in --out.
+quiet : bool
+    Print nothing but errors.
+"""
+SIGNS = {">=": operator.ge, ">": operator.gt, "<=": operator.le, "<": operator.lt}
+SIGN_WORDS = {">=": "at least", ">": "above", "<=": "at most", "<": "below"}
+KINDS: dict[Kind, set[type]] = {"flag": {bool}, "int": {int}, "float": {float, int}}
+# of numpydoc texts: title of a section, parameter with kind and help, bounds and default within the kind
+SECTION = re.compile(r"^(\S[^\n]*)\n-{3,}$", re.MULTILINE)
+PARAMETER = re.compile(r"^(\S.*?)(?: : (.*))?$((?:\n(?: .*)?$)*)", re.MULTILINE)
+BOUND = re.compile(r"([<>]=?) *([-\w.]+)")
+DEFAULT = re.compile(r"(?:^|, *)default ([^,]+)")
 
 
 # --- figures
@@ -46,6 +108,7 @@ class Slider:
     start: int = 0
     per_value: int = 1
     captions: list[str] = field(default_factory=list)  # the figure's caption at each value
+    layouts: list[dict[str, Any]] = field(default_factory=list)  # its layout at each value, where it changes
     orders: list[list[str]] = field(default_factory=list)  # another order of the categories per value
     domain_captions: dict[str, list[str]] = field(default_factory=dict)  # those of a selected domain
 
@@ -79,9 +142,30 @@ class Figure:
         return PlotlyFigure({"data": data, "layout": {"height": self.height, **self.layout, **layout}})
 
 
+class Drawable(Protocol):
+    """A figure that tables can be drawn as: a mark of `plotting.marks`, or a FigureSpec."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def needs(self) -> tuple[str, ...]: ...
+    @property
+    def wide(self) -> bool: ...
+    @property
+    def opens(self) -> str: ...
+    @property
+    def was(self) -> Mapping[str, str]: ...
+    @property
+    def line(self) -> str: ...
+    def bound(self, tables: Mapping[str, Table]) -> Drawable: ...
+    def can_draw(self, tables: Tables) -> bool: ...
+    @property
+    def draw(self) -> Callable[[Tables], Figure]: ...
+
+
 @dataclass(frozen=True)
 class FigureSpec:
-    """A figure that can be drawn: its name, the tables it reads, and the function that draws it from them."""
+    """A figure that no mark can say: its name, the tables it reads, and the function that draws it."""
 
     name: str
     needs: tuple[str, ...]
@@ -90,11 +174,16 @@ class FigureSpec:
     metrics: tuple[str, ...] = ()  # routing metrics it cannot do without
     description: str = ""  # one line; by default the first line of the function's docstring
     condition: Callable[[Tables], bool] = lambda tables: True  # what the tables must hold besides
+    opens: str = ""  # the page it opens with
+    was: Mapping[str, str] = field(default_factory=dict)  # earlier figures that it replaces -> their page
 
     @property
     def line(self) -> str:
         """One line that says what the figure shows."""
         return self.description or (inspect.getdoc(self.draw) or self.name).splitlines()[0]
+
+    def bound(self, tables: Mapping[str, Table]) -> FigureSpec:
+        return self
 
     def can_draw(self, tables: Tables) -> bool:
         """Return whether the tables hold what the figure needs."""
@@ -134,7 +223,7 @@ class Section:
     anchor: str  # its id in the page, unique within a run
     title: str
     text: str = ""
-    figures: list[tuple[FigureSpec, Tables]] = field(default_factory=list)
+    figures: Sequence[tuple[Drawable, Tables]] = ()
     tables: list[Payload] = field(default_factory=list)
     widget: tuple[str, Any] | None = None
     view: str = ""
@@ -236,13 +325,14 @@ class Option:
     """One parameter of a verb function as the command line offers it."""
 
     name: str  # of the parameter; a trailing underscore is dropped on the command line
-    kind: Literal["flag", "text", "int", "float"]
+    kind: Kind
     help: str
     default: Any = None
     positional: bool = False
     repeated: bool = False  # *models, or an option that may be given several times
     required: bool = False
     choices: tuple[str, ...] = ()
+    bounds: tuple[tuple[str, float], ...] = ()  # sign and number
     metavar: str = ""
     shown_default: str = ""
     more: bool = False  # stands in the help's second panel
@@ -253,14 +343,29 @@ class Option:
         word = self.name.rstrip("_").replace("_", "-")
         return f"--no-{word}" if self.kind == "flag" and self.default else f"--{word}"
 
+    def check(self, value: Any) -> None:
+        """Raise an error if the value is none of the choices, not a number, or outside the bounds."""
+        if self.repeated or (value is None and not (self.choices and self.default)):
+            return
+        if self.choices and str(value) not in self.choices:
+            raise unknown_name(self.name, value, list(self.choices))
+        if self.kind in ("flag", "text"):
+            return
+        if isinstance(value, bool) or not isinstance(value, Integral if self.kind == "int" else Real):
+            raise BadInput(f"{self.name} {value!r}: must be a {'whole ' * (self.kind == 'int')}number")
+        if not all(SIGNS[sign](value, bound) for sign, bound in self.bounds):
+            limits = " and ".join(f"{SIGN_WORDS[sign]} {bound:g}" for sign, bound in self.bounds)
+            raise BadInput(f"{self.name} {value}: must be {limits}")
+
 
 def options_of(function: Callable[..., Any]) -> list[Option]:
     """Return the options of a verb function, from its signature and its numpydoc text.
 
-    The text gives each parameter as `name : METAVAR, repeatable, default words` with its help below;
-    parameters under "Other Parameters" stand in the help's second panel.
+    The text gives each parameter as `name : METAVAR >= 1, <= 9, repeatable, default words` with its help
+    below; parameters under "Other Parameters" stand in the help's second panel. One without text has that
+    of COMMON.
     """
-    documented = documented_parameters(function)
+    documented = documented_parameters(COMMON) | documented_parameters(function)
     scope = inspect.unwrap(function).__globals__
     options = []
     for name, parameter in inspect.signature(function).parameters.items():
@@ -268,31 +373,25 @@ def options_of(function: Callable[..., Any]) -> list[Option]:
             raise TypeError(f"{function.__qualname__}: parameter {name!r} is not documented")
         kind_text, help_text, more = documented[name]
         words = [word.strip() for word in kind_text.split(",")]
-        shown = next((word[len("default ") :] for word in words if word.startswith("default ")), "")
         annotation = parameter.annotation
         annotation = eval(annotation, dict(scope)) if isinstance(annotation, str) else annotation
         members = union_members(annotation)
-        literals = [value for member in members for value in literal_values(member)]
+        literals = [typing.get_args(member) for member in members if typing.get_origin(member) is Literal]
         several = parameter.kind is inspect.Parameter.VAR_POSITIONAL
-        kind: Literal["flag", "text", "int", "float"] = "text"
-        if bool in members:
-            kind = "flag"
-        elif members <= {int}:
-            kind = "int"
-        elif members <= {float, int}:
-            kind = "float"
+        default = None if parameter.default is inspect.Parameter.empty else parameter.default
         options.append(
             Option(
                 name,
-                kind,
+                next((kind for kind, known in KINDS.items() if members <= known), "text"),
                 help_text,
-                None if parameter.default is inspect.Parameter.empty else parameter.default,
+                default,
                 positional=parameter.kind is not inspect.Parameter.KEYWORD_ONLY,
                 repeated=several or "repeatable" in words,
                 required=parameter.default is inspect.Parameter.empty and not several,
-                choices=tuple(map(str, literals)) if members == literal_members(members) else (),
-                metavar=words[0] if words[0].isupper() else "",
-                shown_default=shown,
+                choices=tuple(map(str, chain(*literals))) if len(literals) == len(members) else (),
+                bounds=tuple((sign, float(bound)) for sign, bound in BOUND.findall(kind_text)),
+                metavar=metavar if (metavar := words[0].partition(" ")[0]).isupper() else "",
+                shown_default="".join(DEFAULT.findall(kind_text)),
                 more=more,
             )
         )
@@ -302,44 +401,26 @@ def options_of(function: Callable[..., Any]) -> list[Option]:
 def union_members(annotation: Any) -> set[Any]:
     """Return the types of a union, None aside; a generic such as Iterable[str] counts as itself."""
     if typing.get_origin(annotation) in (typing.Union, types.UnionType):
-        members = set().union(*(union_members(member) for member in typing.get_args(annotation)))
-    else:
-        members = {annotation}
-    return members - {type(None)}
+        return set().union(*(union_members(member) for member in typing.get_args(annotation)))
+    return {annotation} - {type(None)}
 
 
-def literal_members(members: Iterable[Any]) -> set[Any]:
-    return {member for member in members if typing.get_origin(member) is Literal}
-
-
-def literal_values(member: Any) -> tuple[Any, ...]:
-    return typing.get_args(member) if typing.get_origin(member) is Literal else ()
-
-
-def documented_parameters(function: Callable[..., Any]) -> dict[str, tuple[str, str, bool]]:
-    """Return (kind, help, whether it is an other parameter) per parameter of a numpydoc text."""
-    found: dict[str, tuple[str, str, bool]] = {}
-    lines = (inspect.getdoc(function) or "").splitlines()
-    section = ""
-    names: list[str] = []
-    for index, line in enumerate(lines):
-        if index + 1 < len(lines) and lines[index + 1] and set(lines[index + 1]) == {"-"}:
-            section, names = line.strip(), []
-        elif section in ("Parameters", "Other Parameters") and set(line) != {"-"} and line:
-            if not line.startswith(" "):
-                head, _, kind = line.partition(" : ")
-                names = [name.strip().lstrip("*") for name in head.split(",")]
-                found |= {name: (kind.strip(), "", section.startswith("Other")) for name in names}
-            else:
-                for name in names:
-                    kind, text, more = found[name]
-                    found[name] = kind, f"{text} {line.strip()}".strip(), more
-    return found
+def documented_parameters(source: Any) -> dict[str, tuple[str, str, bool]]:
+    """Return (kind, help, whether it is an other parameter) per parameter of a numpydoc text or its owner."""
+    text = (source if isinstance(source, str) else inspect.getdoc(source)) or ""
+    parts = SECTION.split(text)  # what comes before the first section, then title and body of each
+    return {
+        name.strip().lstrip("*"): (kind.strip(), " ".join(help_text.split()), title != "Parameters")
+        for title, body in zip(parts[1::2], parts[2::2], strict=True)
+        if title in ("Parameters", "Other Parameters")
+        for names, kind, help_text in PARAMETER.findall(body)
+        for name in names.split(",")
+    }
 
 
 def summary_of(function: Callable[..., Any]) -> str:
     """Return a verb function's text up to its first numpydoc section: the command's help."""
-    return re.split(r"\n\S[^\n]*\n-{3,}", inspect.getdoc(function) or "")[0].strip()
+    return SECTION.split(inspect.getdoc(function) or "")[0].strip()
 
 
 def canonical(value: Any) -> Any:
@@ -356,10 +437,6 @@ def canonical(value: Any) -> Any:
 # --- the record
 
 
-def no_sections(run: Run, selection: Selection) -> list[Section]:
-    return []
-
-
 def all_rows(run: Run, selection: Selection) -> Tables:
     """Return every table of the run, narrowed to the selection."""
     return {name: selection.rows(run.table(name)) for name in run.tables}
@@ -372,15 +449,18 @@ class Verb:
     name: str
     run: Callable[..., Any] | None = None  # None: its runs are made otherwise, as Monitor's are
     tables: Mapping[str, Table] = field(default_factory=dict)
-    figures: Sequence[FigureSpec] = ()
+    figures: Sequence[Drawable] = ()
     summary: Callable[[Run], Summary] | None = None
-    sections: Callable[[Run, Selection], list[Section]] = no_sections
+    sections: Callable[[Run, Selection], list[Section]] = lambda run, selection: []
     select: Callable[[Run, Selection], Tables] = all_rows  # tables of the selected or the default view
     tab: str = ""  # of the page, for sections that name none; empty: overview
     measures: Callable[[Run], list[Measure]] = lambda run: []  # what the layers x experts map can show
     strips: Callable[[Run], list[Strip]] = lambda run: []  # numbers per layer beside the map
     experts: Callable[[Run], Iterable[LayerCards]] = lambda run: ()  # its part of the expert pages
     overlay: Callable[[list[Run]], list[Section]] = lambda runs: []  # all runs of this verb on one page
+    joint: Callable[[list[Run]], list[Section]] = lambda runs: []  # its runs beside all runs of the page
+    # files of claims, and runs that decide them -> the judged claims, and their sections of the page
+    claims: Callable[[Sequence[Any], list[Run]], tuple[list[dict[str, Any]], list[Section]]] | None = None
     guide: Callable[[Run], list[str]] = lambda run: []  # paragraphs on how to read it
     # of the page, where checkpoint names do not say what it is about; "" where they do
     title: Callable[[Run], str] | None = None
@@ -392,6 +472,8 @@ class Verb:
     continues: bool = False  # whether a finished run may be continued: the states of its tasks stay
     files: tuple[str, ...] = ()  # what it writes besides tables
     lines: Callable[[Any], list[str]] | None = None  # of a command without tables: its value for a person
+    # of a command that returns no run: its value and the options given -> what --json prints
+    json_facts: Callable[[Any, dict[str, Any]], Any] = lambda made, given: made
     dry_run: Callable[..., Any] | None = None  # called with the same options by --dry-run
     dry_run_lines: Callable[[Any], list[str]] | None = None  # what it returns, for a person
     unknown_option: Callable[[str], str] = lambda name: ""  # what to do instead of giving --name
@@ -405,15 +487,27 @@ class Verb:
         """Whether its function returns a Run, so that the command line writes a report of it."""
         return self.run is not None and inspect.signature(self.run).return_annotation == "Run"
 
-    def figure(self, name: str) -> FigureSpec | None:
-        return next((spec for spec in self.figures if spec.name == name), None)
+    def settle(self, given: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the options given to the verb's function; raise an error for one that cannot be."""
+        for option in self.options:
+            option.check(given.get(option.name))
+        return dict(given)
+
+    def figure(self, name: str) -> Drawable | None:
+        """Return a figure by its name, or by that of an earlier one that it replaces, opened at its page."""
+        for spec in self.figures:
+            if spec.name == name:
+                return spec
+        for spec in self.figures:
+            if name in spec.was:
+                return replace(cast(Any, spec), opens=spec.was[name])
+        return None
 
     def identity(self, given: Mapping[str, Any], **parsed: Any) -> dict[str, Any]:
         """Return the options that change a number, as stored: those given, with what was parsed from them."""
-        outside = INCIDENTAL | self.incidental
-        values = {**given, **parsed}
         names = [option.name for option in self.options if not option.positional]
-        return {name: canonical(values[name]) for name in names if name not in outside}
+        stored = [name for name in names if name not in INCIDENTAL | self.incidental]
+        return {name: canonical({**given, **parsed}[name]) for name in stored}
 
     def command(self, given: Mapping[str, Any]) -> str:
         """Return the command line that gives these options; passwords in URLs are left out."""
@@ -423,13 +517,11 @@ class Verb:
             if value is None or (value == option.default and not option.required) or value in ((), []):
                 continue
             several = option.repeated and not isinstance(value, str | Path)
-            values = [option_word(item) for item in value] if several else [option_word(value)]
-            if option.positional:
-                words += values
-            elif option.kind == "flag":
+            if option.kind == "flag":
                 words += [option.flag]
-            else:
-                words += [word for item in values for word in (option.flag, item)]
+                continue
+            for item in value if several else [value]:
+                words += [option_word(item)] if option.positional else [option.flag, option_word(item)]
         return shlex.join(words)
 
 

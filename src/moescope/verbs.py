@@ -15,7 +15,7 @@ VERBS: tuple[tuple[str, str, str], ...] = (
     ("inspect", "Show what a checkpoint is, from its headers alone.", "moescope.families.inspect:VERB"),
     ("scan", "Measure router-expert alignment and redundancy in the weights.", "moescope.weights.verb:VERB"),
     ("trace", "Record which experts each token of a text is routed to.", "moescope.routing.trace:VERB"),
-    ("compare", "Show what changed between two checkpoints or two runs.", "moescope.comparison.verb:VERB"),
+    ("compare", "Compare two checkpoints, or two traces of one text.", "moescope.comparison.verb:VERB"),
     ("compress", "Prune or merge experts, and measure the damage.", "moescope.compression.verb:VERB"),
     (
         "intervene",
@@ -43,5 +43,4 @@ def load_verb(name: str) -> Verb:
     if name not in places:
         raise unknown_name("verb", name, list(places))
     module, _, attribute = places[name].partition(":")
-    verb: Verb = getattr(import_module(module), attribute)
-    return verb
+    return getattr(import_module(module), attribute)

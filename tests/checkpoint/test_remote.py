@@ -13,8 +13,8 @@ import torch
 
 from checkpoint.servers import COMMITS, FileServer, serving
 from checkpoints import expert_name, shard_name, tiny_checkpoint
+from moescope.checkpoint import location as remote_module
 from moescope.checkpoint import open_checkpoint
-from moescope.checkpoint import remote as remote_module
 from moescope.errors import BadInput
 from moescope.families import read_moe
 from moescope.weights.verb import scan

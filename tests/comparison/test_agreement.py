@@ -12,6 +12,7 @@ import moescope
 from deployment.deployment_runs import write_trace
 from deployment.plain_caches import random_tokens
 from moescope.comparison.agreement import agreement_table, common_prefix, flip_margins, layer_row
+from moescope.errors import BadInput
 from report_payloads import page_text
 
 
@@ -74,9 +75,24 @@ def test_comparing_two_traces_gives_layers_first_divergences_and_a_report(tmp_pa
     assert rows["first_divergence"].tolist()[1] == pytest.approx(1 - equal_LT[1].mean())
     assert rows["first_divergence"].sum() == pytest.approx(1 - equal_LT.all(0).mean())
     assert (rows["low"] <= rows["overlap"]).all()
-    page = page_text(Path(moescope.report(run)).read_text(encoding="utf-8"))
-    assert "Agreement of two traces per layer" in page
+    html = Path(moescope.report(run)).read_text(encoding="utf-8")
+    assert "<title>a and b" in html
+    assert "Agreement of two traces per layer" in page_text(html)
     assert run.figure("agreement_divergence").data
+    (overlap,) = run.verb.summary(run).key_numbers
+    worst = rows.loc[rows["overlap"].idxmin()]
+    assert (overlap.value, overlap.chance) == (worst["overlap"], worst["overlap_chance"])
+    so_far = [equal_LT[: layer + 1].all(0).mean() for layer in range(3)]
+    assert rows["same_so_far"].tolist() == pytest.approx(so_far)
+    assert f"{so_far[-1]:.3g} of all" in run.verb.summary(run).findings[1]
+    for options, message in (
+        ({"matched": True}, "--matched applies to checkpoints"),
+        ({"skip": ["sv"]}, "--skip applies to checkpoints"),
+        ({"out": runs[0].path}, "one of the traces to compare"),
+    ):
+        with pytest.raises(BadInput, match=message):
+            moescope.compare(*runs, **{"out": tmp_path / "other", "overwrite": True, **options})
+    assert not (tmp_path / "other").exists()
 
 
 def test_token_ids_that_differ_end_the_comparison_of_a_document(tmp_path):

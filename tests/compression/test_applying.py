@@ -178,7 +178,7 @@ def test_no_more_than_one_projection_of_two_experts_is_in_memory_while_a_merged_
         own, gate_EFD=replace(own.gate_EFD, read=lambda e: reads.append(f"gate {e}") or own.gate_EFD.read(e))
     )
     moe.layers[first] = watched
-    layers = new_layers(moe, plan, fits)
+    layers, _ = new_layers(moe, plan, fits)
     assert reads == []
     expert = layers[first].experts[0]
     assert isinstance(expert, NewExpert)

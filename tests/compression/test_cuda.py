@@ -10,10 +10,9 @@ import torch
 
 from compression.tiny_plans import documents, merging_plan, pruning_plan, saved, traced
 from moescope.compression.applying import apply_plan
-from moescope.compression.calibration import StateSample, calibrate, find_gating
+from moescope.compression.calibration import RoutedSums, StateSample, calibrate, find_gating
 from moescope.compression.damage import measured_errors, original_outputs, predict
-from moescope.compression.judging import judge, judge_original
-from moescope.compression.saliency import RoutedSums
+from moescope.execution.evaluation import per_document
 from moescope.execution.models import TracedModel, load_model, runner_of
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device here")
@@ -36,10 +35,10 @@ def on(device: str, tmp_path, kind: str, way: str) -> tuple[dict, dict, dict, tu
         layer: damage.error
         for layer, damage in predict(model, plan, fits, states, gating, found.blocks).items()
     }
-    held_out, reference = original_outputs(model, states), judge_original(model, documents(10, seed=9))
+    held_out, reference = original_outputs(model, states), per_document(model, documents(10, seed=9))
     apply_plan(moe, plan, fits, tmp_path / device / "small")
     small = load_model(str(tmp_path / device / "small"), "float32", device)
-    judged = judge(small, documents(10, seed=9), reference)
+    judged = per_document(small, documents(10, seed=9), reference)
     return (
         collector.sums(),
         predicted,

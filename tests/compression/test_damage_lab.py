@@ -70,7 +70,7 @@ def test_damage_predicted_by_the_router_is_what_the_written_checkpoint_does(
     plan: Plan
     predicted, model, states, moe, plan = predict_pruning(tmp_path, router, changes)
     held_out = original_outputs(model, states)
-    assert set(held_out.reads) == set(states) == {0, 1, 2}
+    assert set(held_out) == set(states) == {0, 1, 2}
     apply_plan(moe, plan, {}, tmp_path / "small")
     measured = measured_errors(load_traced(tmp_path / "small", "auto", "cpu"), held_out)
     for layer, error in measured.items():
@@ -108,7 +108,7 @@ def test_a_router_that_looks_at_the_whole_batch_is_neither_predicted_nor_measure
     changes = {"router_options": {"evaluation": "published"}}
     found, model, states, _, _ = predict_pruning(tmp_path, "spectra", changes)
     assert all(damage == Predicted(None, None) for damage in found.values())
-    assert original_outputs(model, states).reads == {}
+    assert original_outputs(model, states) == {}
 
 
 @pytest.mark.parametrize("router", ["expert_choice", "spectra", "hash"])

@@ -98,7 +98,7 @@ def is_free(path: tuple[Any, ...], bad: Any) -> bool:
     if path[0] == "checkpoint":
         return path[1:] in (("path",), ("revision",)) and (bad is None or isinstance(bad, str))
     is_seed = path == ("settings", "seed") and type(bad) is int and bad >= 0
-    harmless = [("settings",), {}], [("settings",), {"a": 1}], [("settings", "sequential"), True]
+    harmless = [("settings",), {}], [("settings",), {"a": 1}]
     return [path, bad] in harmless or path == ("settings", "keep") or is_seed
 
 

@@ -1,22 +1,17 @@
-"""Figures of compression, drawn from a real run."""
+"""Figures of compression, drawn from a real run; the columns behind them against independent computations."""
+
+from __future__ import annotations
 
 import numpy as np
 import pandas as pd
 import pytest
 from plotly.graph_objects import Figure as PlotlyFigure
 
-from moescope.compression.figures import (
-    DAMAGE,
-    SALIENCY,
-    divergences,
-    errors_by_layer,
-    loss_differences,
-    perplexities,
-    rank_intervals,
-    saliency_heatmap,
-)
+from moescope.compression.figures import DAMAGE, SALIENCY
+from moescope.compression.rows import beside_controls
+from moescope.compression.tables import PER_LAYER
 from moescope.compression.verb import VERB
-from moescope.plotting.style import CATEGORICAL, GREY
+from moescope.plotting.style import GREY
 
 
 @pytest.fixture(scope="module")
@@ -31,11 +26,15 @@ def validate(figure):
         assert 0 < len(caption.split()) <= 25, caption
         assert "nan" not in caption
     assert set(figure.columns) <= {key for table in VERB.tables.values() for key in table.glossary}
-    assert figure.layout["xaxis"]["title"]["text"]
-    assert figure.layout["yaxis"]["title"]["text"]
-    if figure.slider:
-        assert len(figure.data) == len(figure.slider.values) * figure.slider.per_value
-        assert len(figure.slider.captions) == len(figure.slider.values)
+
+
+def drawn(run_tables, name):
+    """The traces of the page that a figure, or an earlier one, opens with."""
+    figure = VERB.figure(name).draw(run_tables)
+    if figure.slider is None:
+        return figure.data
+    first = figure.slider.start * figure.slider.per_value
+    return [trace for trace in figure.data[first : first + figure.slider.per_value] if trace["name"]]
 
 
 def test_every_figure_is_drawn_from_a_judged_run(tables):
@@ -45,121 +44,113 @@ def test_every_figure_is_drawn_from_a_judged_run(tables):
 
 
 def planned_only(tables):
-    damage = tables["damage"].assign(
-        perplexity=np.nan,
-        perplexity_original=np.nan,
-        loss_increase=np.nan,
-        js_divergence=np.nan,
-        measured_error=np.nan,
-    )
-    return {**tables, "damage": damage}
+    judged = ("perplexity", "loss_increase", "loss_above_plan", "js_divergence", "measured_error")
+    return {**tables, "damage": tables["damage"].assign(**dict.fromkeys(judged, np.nan))}
 
 
 def test_a_plan_that_was_not_applied_shows_predictions_only(tables):
     given = planned_only(tables)
-    drawn = [spec.name for spec in DAMAGE if spec.can_draw(given)]
-    assert drawn == ["errors_by_layer", "router_kl_by_layer"]
-    figure = errors_by_layer(given)
+    assert [spec.name for spec in DAMAGE if spec.can_draw(given)] == ["damage_by_layer"]
+    figure = DAMAGE[1].draw(given)
     validate(figure)
-    assert not any("measured" in trace.get("name", "") for trace in figure.data)
+    assert figure.slider.values == ["predicted error", "router KL"]
 
 
 def test_without_text_controls_or_intervals_what_is_left_is_drawn(tables):
-    bare = {
-        "clusters": tables["clusters"],
-        "damage": planned_only(tables)["damage"].assign(predicted_error=np.nan, router_kl=np.nan),
-    }
+    bare = {"clusters": tables["clusters"], "damage": planned_only(tables)["damage"]}
+    bare["damage"] = bare["damage"].assign(predicted_error=np.nan, router_kl=np.nan)
     assert not any(spec.can_draw(bare) for spec in (*DAMAGE, *SALIENCY))
-    alone = {**tables, "damage": tables["damage"].query("method == 'reap'")}
-    few = {**alone, "saliency": tables["saliency"].assign(rank_low=np.nan, rank_high=np.nan)}
-    assert [spec.name for spec in (*DAMAGE, *SALIENCY) if spec.can_draw(few)] == [
-        spec.name for spec in (*DAMAGE, *SALIENCY)
-    ][:-1]
-    for spec in (*DAMAGE, SALIENCY[0]):
-        validate(spec.draw(few))
+    alone = tables["damage"].query("role == 'plan'").drop(columns="loss_above_plan")
+    few = {"damage": alone, "saliency": tables["saliency"].assign(rank_low=np.nan, rank_high=np.nan)}
+    assert [spec.can_draw(few) for spec in (*DAMAGE, *SALIENCY)] == [True, True, True, False]
+    older = {"damage": tables["damage"].assign(role=None)}
+    assert not any(spec.can_draw(older) for spec in DAMAGE)
 
 
-def test_perplexity_stands_between_the_original_and_every_control_in_grey(tables):
-    figure = perplexities(tables)
+@pytest.mark.parametrize(
+    ("name", "column", "level"),
+    [
+        ("perplexities", "perplexity", "perplexity_original"),
+        ("loss_differences", "loss_increase", None),
+        ("divergences", "js_divergence", None),
+    ],
+)
+def test_the_plan_stands_beside_every_control_and_the_original(tables, name, column, level):
     whole = tables["damage"][tables["damage"]["layer"].isna()].set_index("method")
-    own = [trace for trace in figure.data if trace.get("marker", {}).get("color") == CATEGORICAL[0]]
-    assert [list(trace["y"]) for trace in own] == [[whole.loc["reap", "perplexity"]]]
-    grey = [float(trace["y"][0]) for trace in figure.data if trace.get("marker", {}).get("color") == GREY]
-    assert sorted(grey) == sorted([whole["perplexity_original"].iloc[0], *whole.drop("reap")["perplexity"]])
-    assert f"the original's {whole['perplexity_original'].iloc[0]:.3g}" in figure.caption
-    assert f"random controls: {whole.drop('reap')['perplexity'].mean():.3g}" in figure.caption
+    traces = {trace["name"]: trace for trace in drawn(tables, name)}
+    assert list(traces["plan"]["x"]) == [whole.loc["reap", column]]
+    controls = traces["random control"]
+    assert dict(zip(controls["y"], controls["x"], strict=True)) == whole.drop("reap")[column].to_dict()
+    if column != "js_divergence":
+        expected = whole[level].iloc[0] if level else 0
+        assert set(traces["original"]["x"]) == {expected}
+    if f"{column}_low" in whole:
+        bars, row = traces["plan"]["error_x"], whole.loc["reap"]
+        assert row[column] - bars["arrayminus"][0] == pytest.approx(row[f"{column}_low"])
+        assert row[column] + bars["array"][0] == pytest.approx(row[f"{column}_high"])
 
 
-def test_loss_differences_have_their_intervals_and_a_line_at_zero(tables):
-    figure = loss_differences(tables)
-    whole = tables["damage"][tables["damage"]["layer"].isna()].set_index("method")
-    for trace in figure.data[1:]:
-        row = whole.loc[trace["name"].split("<br>")[0]]
-        column = "loss_increase" if row.name == "reap" else "loss_above_plan"
-        (value,), bars = trace["x"], trace["error_x"]
-        ends = [value, value - bars["arrayminus"][0], value + bars["array"][0]]
-        assert ends == pytest.approx([row[f"{column}{end}"] for end in ("", "_low", "_high")])
-    assert len(figure.data) == 1 + len(whole)
-    assert figure.data[0]["x"] == [0] * len(whole)
-    assert figure.data[0]["y"] == [trace["y"][0] for trace in figure.data[1:]]  # decides the order
-    few = tables["damage"].assign(**{name: np.nan for name in whole if name.endswith(("_low", "_high"))})
-    bare = loss_differences({**tables, "damage": few})
-    validate(bare)
-    assert "too few" in bare.caption
-    assert "random" not in bare.caption
-
-
-def test_divergence_names_its_bound_and_draws_it(tables):
-    figure = divergences(tables)
-    assert "0.693" in figure.caption
-    assert figure.data[0]["y"] == [np.log(2)] * 2
-
-
-def test_errors_shade_the_span_of_the_controls(tables):
-    figure = errors_by_layer(tables)
+@pytest.mark.parametrize(
+    ("name", "column"), [("errors_by_layer", "measured_error"), ("router_kl_by_layer", "router_kl")]
+)
+def test_the_range_of_the_controls_is_shaded_and_their_mean_dashed(tables, name, column):
     damage = tables["damage"]
-    random = damage[damage["layer"].notna() & (damage["method"] != "reap")].groupby("layer")["measured_error"]
-    np.testing.assert_allclose(figure.data[0]["y"], random.min())
-    np.testing.assert_allclose(figure.data[1]["y"], random.max())
-    np.testing.assert_allclose(figure.data[2]["y"], random.mean())
+    random = damage[damage["layer"].notna() & (damage["method"] != "reap")].groupby("layer")[column]
+    figure = VERB.figure(name).draw(tables)
+    first = figure.slider.start * figure.slider.per_value
+    traces = figure.data[first : first + figure.slider.per_value]
+    (band,) = [trace for trace in traces if trace.get("fill")]
+    np.testing.assert_allclose(band["y"], [*random.max(), *random.min()[::-1]])
+    (mean,) = [trace for trace in traces if trace["name"] == "random controls"]
+    np.testing.assert_allclose(mean["y"], random.mean())
+    assert mean["line"]["color"] == GREY
 
 
-def test_scores_are_drawn_over_their_layer_s_mean_and_crosses_are_the_dropped(tables):
-    figure = saliency_heatmap(tables)
+def test_columns_of_the_controls_are_their_mean_and_range_and_who_is_better():
+    damage = pd.DataFrame(
+        {
+            "method": ["reap"] * 2 + ["a"] * 2 + ["b"] * 2 + ["c"] * 2,
+            "role": ["plan"] * 2 + ["control"] * 6,
+            "layer": pd.array([0, None] * 4, "Int64"),
+            **{name: [0.5, None, 0.2, None, 0.6, None, None, None] for name in PER_LAYER},
+            "loss_above_plan_low": [None, None, None, 0.1, None, -0.2, None, -0.3],
+            "loss_above_plan_high": [None, None, None, 0.3, None, None, None, -0.1],
+            **{"bytes": [None, 6] * 4, "bytes_original": [None, 8] * 4},
+        }
+    ).astype({"loss_above_plan_low": float, "loss_above_plan_high": float, **dict.fromkeys(PER_LAYER, float)})
+    found = beside_controls(damage).set_index(["method", damage["layer"].isna()])
+    row = found.loc[("reap", False)]
+    for name in PER_LAYER:
+        assert row[f"{name}_controls"] == pytest.approx(0.4)
+        assert (row[f"{name}_controls_low"], row[f"{name}_controls_high"]) == (0.2, 0.6)
+    assert found.loc["a", "router_kl_controls"].isna().all()
+    better = {name: found.loc[(name, True), "plan_better"] for name in "abc"}
+    worse = {name: found.loc[(name, True), "plan_worse"] for name in "abc"}
+    assert (better["a"], better["c"], worse["a"], worse["c"]) == (True, False, False, True)
+    assert pd.isna(better["b"])  # one end of its interval is unknown
+    assert found.loc[("reap", True), "bytes_share"] == 0.75
+
+
+def test_saliency_is_over_its_layer_s_mean_and_crosses_are_the_dropped(tables):
+    figure = SALIENCY[0].draw(tables)
     grid = tables["saliency"].pivot(index="layer", columns="expert", values="reap").to_numpy()
-    np.testing.assert_allclose(figure.data[0]["customdata"], np.round(grid / grid.mean(1, keepdims=True), 4))
+    np.testing.assert_allclose(figure.data[0]["customdata"], grid / grid.mean(1, keepdims=True))
     dropped = tables["clusters"].query("not kept")
-    assert sorted(zip(figure.data[1]["y"], figure.data[1]["x"], strict=True)) == sorted(
+    crosses = next(trace for trace in figure.data if trace.get("name") == "dropped")
+    assert sorted(zip(crosses["y"], crosses["x"], strict=True)) == sorted(
         (str(row.layer), str(row.expert)) for row in dropped.itertuples()
     )
+    tokens = tables["saliency"].pivot(index="layer", columns="expert", values="tokens").to_numpy()
+    found = tables["saliency"].pivot(index="layer", columns="expert", values="tokens_times_mean")
+    np.testing.assert_allclose(found, tokens / tokens.mean(1, keepdims=True))
 
 
-def test_ranks_count_the_experts_that_could_be_on_either_side_of_the_cut():
-    saliency = pd.DataFrame(
-        {
-            "layer": 0,
-            "expert": range(4),
-            "tokens": 1,
-            "gate_weight": 1.0,
-            "ean": 1.0,
-            "reap": [4.0, 3.0, 2.0, 1.0],
-            "rank_low": [1.0, 1.0, 2.0, 4.0],
-            "rank_high": [1.0, 3.0, 3.0, 4.0],
-        }
-    )
-    clusters = pd.DataFrame(
-        {"method": "reap", "layer": 0, "expert": range(4), "kept": [True, True, False, False]}
-    )
-    figure = rank_intervals({"saliency": saliency, "clusters": clusters})
-    assert "2 of 4 experts" in figure.caption
-    line, kept, dropped = figure.data
-    assert (line["x"], set(line["y"])) == (["0", "1", "2", "3"], {2.5})
-    assert (kept["x"], dropped["x"]) == (["0", "1"], ["2", "3"])
-    assert list(kept["error_y"]["array"]) == [0, 1]
-    assert list(dropped["error_y"]["arrayminus"]) == [1, 0]
-    at_random = rank_intervals({"saliency": saliency, "clusters": clusters.assign(method="random")})
-    assert "0.75 of 4 ranks" in at_random.caption
-    assert np.isnan(at_random.data[0]["y"]).all(), "no score made a cut"
-    assert [trace["showlegend"] for trace in at_random.data] == [False, True, True]
-    everyone = rank_intervals({"saliency": saliency, "clusters": clusters.assign(kept=True)})
-    assert "0.75 of 4 ranks" in everyone.caption
+def test_ranks_have_their_intervals_and_the_best_is_on_top():
+    frame = pd.DataFrame({"layer": 0, "expert": [2, 0, 1, 3], "rank": [1.0, 2.0, 3.0, 4.0]})
+    frame = frame.assign(rank_low=[1, 1, 2, 4], rank_high=[1, 3, 3, 4], fate=["kept"] * 2 + ["dropped"] * 2)
+    figure = SALIENCY[1].draw({"saliency": frame})
+    kept, dropped = (trace for trace in figure.data if "error_x" in trace)
+    assert (kept["name"], kept["y"], dropped["y"]) == ("kept", ["2", "0"], ["1", "3"])
+    assert list(kept["error_x"]["array"]) == [0, 1]
+    assert list(dropped["error_x"]["arrayminus"]) == [1, 0]
+    assert figure.layout["yaxis"]["categoryarray"] == ["3", "1", "0", "2"]

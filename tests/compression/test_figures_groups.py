@@ -9,15 +9,8 @@ from plotly.graph_objects import Figure as PlotlyFigure
 from scipy.cluster.hierarchy import dendrogram as scipy_dendrogram
 from scipy.cluster.hierarchy import linkage
 
-from moescope.compression.figures import GROUPS
-from moescope.compression.figures_groups import (
-    dendrogram,
-    group_sizes,
-    leaf_order,
-    links,
-    size_bins,
-)
-from moescope.compression.rows import alone_by_chance
+from moescope.compression.figures import GROUPS, dendrogram, leaf_order, links
+from moescope.compression.rows import alone_by_chance, group_size_rows
 from moescope.compression.verb import VERB
 
 
@@ -27,7 +20,7 @@ def tables_of(features: dict[int, np.ndarray], keep: int) -> dict[str, pd.DataFr
 
     from scipy.spatial.distance import pdist, squareform
 
-    from moescope.compression.grouping import average_linkage
+    from moescope.compression.merging import average_linkage
     from moescope.compression.rows import cluster_rows, merge_rows
     from moescope.types import LayerPlan, Plan
 
@@ -43,7 +36,9 @@ def tables_of(features: dict[int, np.ndarray], keep: int) -> dict[str, pd.DataFr
         for layer, own in groupings.items()
     )
     plan = Plan("hc_smoe", {}, layers, "none", "fold", None, {})
-    return {"merges": merge_rows("hc_smoe", groupings, names), "clusters": cluster_rows(plan, names)}
+    clusters = cluster_rows(plan, names)
+    sizes = group_size_rows(clusters)
+    return {"merges": merge_rows("hc_smoe", groupings, names), "clusters": clusters, "group_sizes": sizes}
 
 
 @pytest.fixture(scope="module")
@@ -69,7 +64,7 @@ def test_links_meet_at_the_corners_of_scipy_s_own_dendrogram():
     features = np.random.default_rng(1).normal(size=(9, 3))
     steps = tables_of({0: features}, keep=4)["merges"]
     order = leaf_order(steps, list(range(9)))
-    across, up = links(steps, order)
+    across, up = links(steps, order).transpose(1, 0, 2)
     theirs = scipy_dendrogram(linkage(features, "average"), no_plot=True)
     ours = sorted(
         (round(row[1] * 2.0, 9), round(abs(x[2] - x[0]), 9)) for x, row in zip(across, up, strict=True)
@@ -96,9 +91,9 @@ def test_no_link_crosses_another_since_what_is_merged_stands_side_by_side(tables
 def test_a_forest_keeps_experts_that_never_meet_in_their_own_order():
     steps = pd.DataFrame({"left": [1, 4], "right": [3, 5], "height": [0.2, 0.5], "chance_height": [1.0, 1.0]})
     assert leaf_order(steps, [0, 1, 2, 3, 4, 5]) == [0, 1, 3, 2, 4, 5]
-    across, up = links(steps, [0, 1, 3, 2, 4, 5])
-    assert across[0][:4] == [1, 1, 2, 2]
-    assert up[1][:4] == [0, 0.5, 0.5, 0]
+    across, up = links(steps, [0, 1, 3, 2, 4, 5]).transpose(1, 0, 2)
+    assert across[0][:4].tolist() == [1, 1, 2, 2]
+    assert up[1][:4].tolist() == [0, 0.5, 0.5, 0]
 
 
 def test_carried_out_links_are_blue_the_others_grey_and_unrelated_experts_a_line_at_one(tables):
@@ -119,24 +114,30 @@ def test_the_caption_names_distances_and_that_of_unrelated_experts(tables):
     assert "unrelated experts: 2" in caption
 
 
-def test_dominant_members_of_groups_are_marked_and_those_alone_are_not(tables):
-    leaves, leaders = dendrogram(tables).data[3:5]
+def test_dominant_members_of_groups_are_marked_and_every_expert_is_named_below(tables):
+    figure = dendrogram(tables)
+    leaders = figure.data[3]
     rows = tables["clusters"].query("layer == 0")
     sizes = rows.groupby("cluster").size()
     wanted = {str(row.expert) for row in rows.itertuples() if row.dominant and sizes[row.cluster] > 1}
     assert set(leaders["text"]) == wanted
-    assert len(leaves["text"]) + len(leaders["text"]) == 10
+    names = figure.slider.layouts[0]["xaxis"]["ticktext"]
+    assert [names[int(place)] for place in leaders["x"]] == leaders["text"]
+    assert sorted(names, key=int) == [str(expert) for expert in range(10)]
 
 
 def test_sizes_add_up_to_the_experts_left_and_chance_is_beside_them(tables):
-    figure = group_sizes(tables)
+    figure = GROUPS[1].draw(tables)
     bars = [trace for trace in figure.data if trace["type"] == "bar"]
     assert np.sum([trace["y"] for trace in bars], axis=0).tolist() == [6, 6]
-    assert figure.data[-1]["y"] == pytest.approx([6 * (5 / 6) ** 4] * 2)
-    assert f"{6 * (5 / 6) ** 4:.3g}" in figure.caption
-    other = group_sizes({**tables, "clusters": tables["clusters"].assign(chance_alone=4.5)})
-    assert other.data[-1]["y"] == [4.5, 4.5]
-    assert "4.5" in other.caption
+    (chance,) = [trace for trace in figure.data if trace["name"] == "alone if joined at random"]
+    assert chance["y"].tolist() == pytest.approx([6 * (5 / 6) ** 4] * 2)
+    sizes = tables["clusters"].groupby(["layer", "cluster"]).size()
+    alone = (sizes == 1).groupby("layer").sum()
+    assert bars[0]["name"] == "alone"
+    assert bars[0]["y"].tolist() == alone.tolist()
+    largest = tables["group_sizes"].groupby("layer")["largest"].first()
+    assert largest.tolist() == sizes.groupby("layer").max().tolist()
 
 
 def test_alone_by_chance_is_what_dealing_gives():
@@ -145,6 +146,17 @@ def test_alone_by_chance_is_what_dealing_gives():
     assert alone_by_chance(12, 5) == pytest.approx(np.mean(alone), rel=0.02)
 
 
-def test_many_sizes_are_drawn_together_from_five_members_on():
-    assert size_bins(pd.Series([1, 2, 2, 7])) == [(1, 1), (2, 2), (7, 7)]
-    assert size_bins(pd.Series([1, 2, 3, 4, 6, 9, 30])) == [(1, 1), (2, 2), (3, 3), (4, 4), (5, 30)]
+def test_groups_of_five_and_more_share_a_size_and_those_alone_are_counted_where_there_are_none():
+    members = {0: [2, 2, 7], 1: [1, 4, 6]}
+    rows = [
+        {"layer": layer, "layer_name": "x", "expert": expert, "dominant": place == 0, "members": size}
+        for layer, sizes in members.items()
+        for expert, (size, place) in enumerate((size, place) for size in sizes for place in range(size))
+    ]
+    clusters = pd.DataFrame(rows).assign(kept=True, chance_alone=0.5)
+    table = group_size_rows(clusters).set_index(["layer", "size"])
+    found = table["groups"].unstack().to_dict("index")
+    assert found == {0: {"1": 0, "2": 2, "4": 0, "5+": 1}, 1: {"1": 1, "2": 0, "4": 1, "5+": 1}}
+    assert table["groups_chance"].dropna().index.tolist() == [(0, "1"), (1, "1")]
+    assert table["largest"].groupby("layer").first().tolist() == [7, 6]
+    assert group_size_rows(clusters.assign(members=1)) is None

@@ -61,7 +61,7 @@ def fold(case: Case, top_k: int = 2, groups: Any = GROUPS, weights: Any = WEIGHT
 def test_groups_of_one_give_back_the_router_itself():
     case = routed(*drawn())
     folded = fold(case, groups=[(e,) for e in range(5)], weights=[(1.0,)] * 5)
-    assert folded.router_KD == pytest.approx(case.router.router_ED, abs=1e-6)
+    assert folded.router.router_ED == pytest.approx(case.router.router_ED, abs=1e-6)
     assert folded.kl == pytest.approx(0, abs=1e-9)
     assert folded.gate_scale == 1
 
@@ -72,7 +72,7 @@ def test_the_fit_lowers_the_divergence_from_the_grouped_probabilities():
     assert folded.kl < 0.8 * folded.kl_start
     probabilities = case.states.logits_TE.double().softmax(-1)
     grouped = torch.stack([probabilities[:, list(group)].sum(1) for group in GROUPS], 1)
-    q = (case.states.x_TD.double() @ folded.router_KD.double().T).log_softmax(-1)
+    q = (case.states.x_TD.double() @ folded.router.router_ED.double().T).log_softmax(-1)
     assert folded.kl == pytest.approx(float((grouped * (grouped.log() - q)).sum(1).mean()), abs=1e-8)
 
 
@@ -82,18 +82,18 @@ def test_twins_gain_their_joint_probability_where_a_bias_can_hold_it():
     rows[3], rows[4] = rows[0], rows[2]
     folded = fold(routed(RouterParts(rows, bias), x))
     assert folded.kl == pytest.approx(0, abs=1e-8)
-    gained = folded.router_bias_K - bias[:3]
+    gained = folded.router.router_bias_E - bias[:3]
     assert (gained - gained[1]).tolist() == pytest.approx([np.log(2), 0, np.log(2)], abs=1e-3)
 
 
 def test_a_router_without_a_bias_gets_none():
-    assert fold(routed(*drawn())).router_bias_K is None
+    assert fold(routed(*drawn())).router.router_bias_E is None
 
 
 def test_gates_that_are_not_renormalised_grow_as_much_as_is_said():
     case = routed(*drawn(scale=0.2), normalised=False)
     folded = fold(case)
-    after = (case.states.x_TD @ folded.router_KD.T).softmax(-1).topk(2, dim=-1).values.sum(-1)
+    after = (case.states.x_TD @ folded.router.router_ED.T).softmax(-1).topk(2, dim=-1).values.sum(-1)
     assert folded.gate_scale == pytest.approx(
         float(after.mean() / case.states.gates_TK.sum(-1).mean()), rel=1e-4
     )
@@ -135,16 +135,16 @@ def test_a_sigmoid_router_keeps_weighted_rows_and_its_loads():
     groups, weights = ((0, 1), (2,), (3,), (4, 5)), ((0.9, 0.1), (1.0,), (1.0,), (0.3, 0.7))
     folded = fold(case, 2, groups, weights)
     rows = case.router.router_ED
-    assert folded.router_KD[0] == pytest.approx(0.9 * rows[0] + 0.1 * rows[1], abs=1e-6)
+    assert folded.router.router_ED[0] == pytest.approx(0.9 * rows[0] + 0.1 * rows[1], abs=1e-6)
     member = torch.zeros(4, 6, dtype=torch.bool)
     for place, group in enumerate(groups):
         member[place, list(group)] = True
     wanted = wanted_load(case.states.chosen_TK, member, 2)
-    logits = (case.states.x_TD @ folded.router_KD.T).double()
+    logits = (case.states.x_TD @ folded.router.router_ED.T).double()
     start = torch.tensor([0.9 * 0.2 - 0.1 * 0.1, 0.0, 0.1, 0.3 * 0.3 - 0.7 * 0.2], dtype=torch.float64)
     before, after = (
         torch.bincount(case.gating.with_bias(bias).route(logits, 2)[0].flatten(), minlength=4).double()
-        for bias in (start, folded.correction_bias_K.double())
+        for bias in (start, folded.router.correction_bias_E.double())
     )
     assert (before - wanted).abs().sum() / (2 * wanted.sum()) > 0.05
     assert folded.load_error == pytest.approx(
@@ -170,7 +170,7 @@ def test_a_slot_is_empty_where_no_expert_was_chosen():
 def test_a_sigmoid_router_without_a_bias_for_choosing_is_not_balanced():
     folded = fold(sigmoid_case(with_bias=False), 2, ((0, 1), (2, 3), (4, 5)), ((0.5, 0.5),) * 3)
     assert folded.load_error is None
-    assert folded.correction_bias_K is None
+    assert folded.router.correction_bias_E is None
     assert folded.kl == folded.kl_start > 0
 
 

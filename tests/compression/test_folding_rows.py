@@ -50,7 +50,7 @@ def by_scipy(
 def test_the_least_value_is_the_one_another_optimiser_finds(ridge, with_bias):
     x, target, start, bias = a_case(0, bias=with_bias)
     problem = Problem(x, target, start, bias if with_bias else None)
-    rows, shift = problem.rows(problem.solve(ridge, problem.zero()))
+    rows, shift = problem.rows(problem.solve(ridge, problem.zero))
     ours = mean_kl(target, log_probabilities(x, rows, shift))
     ours += ridge * float(x.square().mean()) / 2 * float((rows - start).square().sum())
     theirs = by_scipy(x.numpy(), target.numpy(), start.numpy(), bias.numpy() if with_bias else None, ridge)
@@ -61,10 +61,11 @@ def test_the_least_value_is_the_one_another_optimiser_finds(ridge, with_bias):
 def test_probabilities_that_some_rows_give_exactly_are_found_again():
     rng = np.random.default_rng(1)
     x, rows = torch.tensor(rng.normal(size=(400, 6))), torch.tensor(rng.normal(size=(4, 6)))
-    fit = fit_rows(x, (x @ rows.T).softmax(-1), torch.zeros(4, 6, dtype=torch.float64))
-    assert fit.kl < 1e-10
-    assert fit.ridge == 0
-    assert fit.rows_KD - fit.rows_KD.mean(0) == pytest.approx(rows - rows.mean(0), abs=1e-4)
+    target = (x @ rows.T).softmax(-1)
+    fit, _, ridge = fit_rows(x, target, torch.zeros(4, 6, dtype=torch.float64))
+    assert mean_kl(target, log_probabilities(x, fit.router_ED, fit.router_bias_E)) < 1e-10
+    assert ridge == 0
+    assert fit.router_ED - fit.router_ED.mean(0) == pytest.approx(rows - rows.mean(0), abs=1e-4)
 
 
 def test_rows_move_within_the_span_of_the_states_only():
@@ -72,9 +73,10 @@ def test_rows_move_within_the_span_of_the_states_only():
     x = torch.tensor(rng.normal(size=(200, 6)))
     x[:, 4:] = 0
     start = torch.tensor(rng.normal(size=(3, 6)))
-    fit = fit_rows(x, torch.tensor(softmax(rng.normal(size=(200, 3)) + x.numpy()[:, :3], axis=1)), start)
-    assert torch.equal(fit.rows_KD[:, 4:], start[:, 4:])
-    assert not torch.allclose(fit.rows_KD[:, :4], start[:, :4])
+    target = torch.tensor(softmax(rng.normal(size=(200, 3)) + x.numpy()[:, :3], axis=1))
+    fit, *_ = fit_rows(x, target, start)
+    assert torch.equal(fit.router_ED[:, 4:], start[:, 4:])
+    assert not torch.allclose(fit.router_ED[:, :4], start[:, :4])
 
 
 def test_fewer_states_than_numbers_are_not_followed_into_their_noise():
@@ -83,11 +85,11 @@ def test_fewer_states_than_numbers_are_not_followed_into_their_noise():
     x, other = (torch.tensor(rng.normal(size=(size, 60))) for size in (60, 4000))
     noisy = (x @ rows.T + 0.7 * torch.tensor(rng.normal(size=(60, 3)))).softmax(-1)
     free = Problem(x, noisy, rows, None)
-    exact, _ = free.rows(free.solve(0.0, free.zero()))
-    fit = fit_rows(x, noisy, rows)
+    exact, _ = free.rows(free.solve(0.0, free.zero))
+    fit, *_ = fit_rows(x, noisy, rows)
     truth = (other @ rows.T).softmax(-1)
     assert (
-        mean_kl(truth, log_probabilities(other, fit.rows_KD, None))
+        mean_kl(truth, log_probabilities(other, fit.router_ED, None))
         < mean_kl(truth, log_probabilities(other, exact, None)) / 2
     )
     assert mean_kl(noisy, log_probabilities(x, exact, None)) < 1e-3
@@ -97,9 +99,9 @@ def test_a_start_that_no_fit_beats_on_held_out_states_is_kept():
     rng = np.random.default_rng(4)
     rows, x = torch.tensor(rng.normal(size=(3, 8))), torch.tensor(rng.normal(size=(40, 8)))
     target = (x @ rows.T).softmax(-1)
-    fit = fit_rows(x, target, rows)
-    assert torch.equal(fit.rows_KD, rows)
-    assert fit.ridge == float("inf")
+    fit, _, ridge = fit_rows(x, target, rows)
+    assert torch.equal(fit.router_ED, rows)
+    assert ridge == float("inf")
 
 
 def test_kl_is_that_of_the_definition_and_zero_probabilities_cost_nothing():
@@ -110,8 +112,7 @@ def test_kl_is_that_of_the_definition_and_zero_probabilities_cost_nothing():
 
 def test_states_that_are_all_zero_leave_the_rows_as_they_are():
     start = torch.arange(12, dtype=torch.float64).reshape(3, 4)
-    fit = fit_rows(
-        torch.zeros(8, 4, dtype=torch.float64), torch.full((8, 3), 1 / 3, dtype=torch.float64), start
-    )
-    assert torch.equal(fit.rows_KD, start)
-    assert fit.kl == 0
+    x, target = torch.zeros(8, 4, dtype=torch.float64), torch.full((8, 3), 1 / 3, dtype=torch.float64)
+    fit, *_ = fit_rows(x, target, start)
+    assert torch.equal(fit.router_ED, start)
+    assert mean_kl(target, log_probabilities(x, fit.router_ED, fit.router_bias_E)) == 0

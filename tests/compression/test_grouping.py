@@ -7,7 +7,7 @@ import pytest
 from scipy.cluster.hierarchy import cut_tree, fcluster, linkage
 from scipy.spatial.distance import pdist, squareform
 
-from moescope.compression.grouping import average_linkage, most_central, most_used, routing_sections
+from moescope.compression.merging import average_linkage, most_central, most_used, routing_sections
 from moescope.compression.random_merge import random_groups
 from moescope.errors import BadInput
 

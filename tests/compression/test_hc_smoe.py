@@ -7,7 +7,6 @@ import pytest
 from scipy.cluster.hierarchy import fcluster, linkage
 
 from moescope.compression.hc_smoe import hc_smoe
-from moescope.errors import BadInput
 
 
 @pytest.mark.parametrize("measure", ["euclidean", "cosine"])
@@ -31,19 +30,3 @@ def test_cosine_ignores_the_size_of_an_output_and_the_default_does_not():
 def test_the_most_used_member_leads_and_an_expert_without_output_is_no_error():
     features = np.array([[1.0, 0.0], [1.0, 0.1], [0.0, 0.0]])
     assert hc_smoe(features, np.array([1.0, 5.0, 0.0]), 2, "cosine").dominants == (1, 2)
-
-
-def test_an_unknown_measure_is_rejected_with_the_known_ones():
-    with pytest.raises(BadInput, match="unknown measure 'l1'; known: euclidean, cosine"):
-        hc_smoe(np.ones((2, 2)), np.ones(2), 1, "l1")
-
-
-def test_the_dominant_member_is_the_most_used_or_the_one_nearest_to_the_centre():
-    """Mean of the first group: (1, 0); nearest to it is 1, most used 0. A pair is equally near: most used."""
-    features = np.array([[0.0, 0.0], [1.1, 0.0], [1.9, 0.0], [50.0, 3.0], [50.0, 3.7]])
-    usage = np.array([9.0, 1.0, 2.0, 3.0, 4.0])
-    by_usage, by_centre = (hc_smoe(features, usage, 2, dominant=how) for how in ("usage", "centre"))
-    assert by_usage.groups == by_centre.groups == ((0, 1, 2), (3, 4))
-    assert by_usage.dominants == (0, 4)
-    assert by_centre.dominants == (1, 4)
-    assert hc_smoe(features, usage, 2).dominants == by_usage.dominants

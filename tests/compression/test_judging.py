@@ -12,19 +12,18 @@ from scipy.spatial.distance import jensenshannon
 
 from compression.tiny_plans import documents, traced
 from families.tiny_models import tiny_model
-from moescope.compression import judging
-from moescope.compression.calibration_text import JudgedSample, is_held_out, split_document
-from moescope.compression.judging import (
-    Judged,
-    Reference,
-    check_judgeable,
-    js_divergence,
-    judge,
-    judge_original,
-    judged_differences,
-)
+from moescope.compression.damage import check_judgeable, judged_differences
 from moescope.errors import BadInput
+from moescope.execution import evaluation
 from moescope.execution.documents import Document
+from moescope.execution.evaluation import (
+    Evaluation,
+    JudgedSample,
+    is_held_out,
+    js_divergence,
+    per_document,
+    split_document,
+)
 
 
 def test_perplexity_is_that_of_transformers_own_loss_document_by_document():
@@ -39,8 +38,8 @@ def test_perplexity_is_that_of_transformers_own_loss_document_by_document():
                     tiny.model(input_ids=ids).logits[0, :-1], ids[0, 1:], reduction="sum"
                 )
             lost, tokens = lost + float(loss), tokens + ids.shape[1] - 1
-    reference = judge_original(traced(tiny.model), texts, batch_size=4)
-    assert reference.tokens == tokens == reference.compared
+    reference = per_document(traced(tiny.model), texts, batch_size=4)
+    assert reference.tokens_D.sum() == tokens == reference.compared_D.sum()
     assert reference.perplexity == pytest.approx(math.exp(lost / tokens), rel=1e-4)
 
 
@@ -62,7 +61,7 @@ def test_every_domain_counts_alike_in_perplexity_and_divergence():
         ).tolist()
         both = zip(before.softmax(-1).numpy(), after.softmax(-1).numpy(), strict=True)
         distances[document.domain] += [jensenshannon(p, q) ** 2 for p, q in both]
-    judged = judge(traced(second), texts, judge_original(traced(first), texts))
+    judged = per_document(traced(second), texts, per_document(traced(first), texts))
     expected = [np.mean([np.mean(values) for values in found.values()]) for found in (losses, distances)]
     assert np.log(judged.perplexity) == pytest.approx(expected[0], rel=1e-4)
     assert judged.js_divergence == pytest.approx(expected[1], rel=1e-3)
@@ -74,12 +73,12 @@ def test_compared_positions_are_dealt_to_the_domains(monkeypatch):
     """12 positions for domains of 380 and 8: 6 each, though 2 % of the text is of the second."""
     sizes = [39] * 10 + [5, 5]
     texts = [Document(number, number // 10, np.arange(3, 3 + size)) for number, size in enumerate(sizes)]
-    monkeypatch.setattr(judging, "COMPARED_TOKENS", 12)
+    monkeypatch.setattr(evaluation, "COMPARED_TOKENS", 12)
     model = traced(tiny_model("mixtral").model)
-    reference = judge_original(model, texts, batch_size=3)
+    reference = per_document(model, texts, batch_size=3)
     assert reference.compared_D[:10].sum() == 6
     assert reference.compared_D[10:].tolist() == [3, 3]
-    assert judge(model, texts, reference, batch_size=3).js_divergence == pytest.approx(0, abs=1e-12)
+    assert per_document(model, texts, reference, batch_size=3).js_divergence == pytest.approx(0, abs=1e-12)
 
 
 def test_divergence_is_scipy_s_squared():
@@ -99,11 +98,11 @@ def test_a_model_beside_itself_does_not_diverge_and_another_one_does_by_what_sci
     with torch.no_grad():
         for parameter in second.parameters():
             parameter.add_(0.1 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(1)))
-    reference = judge_original(traced(first), texts)
-    same = judge(traced(first), texts, reference)
+    reference = per_document(traced(first), texts)
+    same = per_document(traced(first), texts, reference)
     assert same.perplexity == pytest.approx(reference.perplexity, rel=1e-12)
     assert same.js_divergence == pytest.approx(0, abs=1e-12)
-    other = judge(traced(second), texts, reference)
+    other = per_document(traced(second), texts, reference)
     expected = []
     for document in texts:
         ids = torch.from_numpy(document.ids)[None]
@@ -118,14 +117,14 @@ def test_a_model_beside_itself_does_not_diverge_and_another_one_does_by_what_sci
 def test_only_so_many_positions_are_compared_and_all_are_judged(monkeypatch):
     texts = documents(12)
     model = traced(tiny_model("mixtral").model)
-    whole = judge_original(model, texts, batch_size=2)
-    monkeypatch.setattr(judging, "COMPARED_TOKENS", 30)
-    bounded = judge_original(model, texts, batch_size=2)
-    assert bounded.compared == 30 < whole.compared
-    assert bounded.tokens == whole.tokens
-    assert judge(model, texts, bounded, batch_size=2).js_divergence == pytest.approx(0, abs=1e-12)
-    monkeypatch.setattr(judging, "COMPARED_BYTES", 10 * 64 * 4)
-    assert judge_original(model, texts, batch_size=2).compared == 10
+    whole = per_document(model, texts, batch_size=2)
+    monkeypatch.setattr(evaluation, "COMPARED_TOKENS", 30)
+    bounded = per_document(model, texts, batch_size=2)
+    assert bounded.compared_D.sum() == 30 < whole.compared_D.sum()
+    assert bounded.tokens_D.tolist() == whole.tokens_D.tolist()
+    assert per_document(model, texts, bounded, batch_size=2).js_divergence == pytest.approx(0, abs=1e-12)
+    monkeypatch.setattr(evaluation, "COMPARED_BYTES", 10 * 64 * 4)
+    assert per_document(model, texts, batch_size=2).compared_D.sum() == 10
 
 
 def test_one_document_in_five_is_held_out_whatever_its_number_and_place():
@@ -179,9 +178,13 @@ def test_one_long_document_does_not_take_the_quota_of_the_others():
 def judged_by_hand(differences: list[float], tokens: list[int], domains: list[int]) -> dict:
     """Plan and one control; the control's loss per token exceeds the plan's by the differences."""
     count, sizes = len(tokens), np.array(tokens, float)
-    reference = Reference(np.zeros(count), sizes, sizes, np.array(domains), [])
-    plan = Judged(0.5 * sizes, 0.1 * sizes, reference)
-    control = Judged((0.5 + np.array(differences)) * sizes, 0.2 * sizes, reference)
+
+    def evaluation_of(loss_D: np.ndarray, divergence_D: np.ndarray) -> Evaluation:
+        return Evaluation(loss_D, sizes, divergence_D, sizes, np.array(domains))
+
+    reference = evaluation_of(np.zeros(count), np.zeros(count))
+    plan = evaluation_of(0.5 * sizes, 0.1 * sizes)
+    control = evaluation_of((0.5 + np.array(differences)) * sizes, 0.2 * sizes)
     return judged_differences(reference, [plan, control], 0)[1]
 
 
@@ -219,6 +222,6 @@ def test_long_documents_weigh_by_their_tokens_and_too_few_documents_have_no_inte
 
 def test_texts_and_models_that_predict_nothing_are_rejected():
     with pytest.raises(BadInput, match="no token to predict"):
-        judge_original(traced(tiny_model("mixtral").model), [Document(0, 0, np.array([5]))])
+        per_document(traced(tiny_model("mixtral").model), [Document(0, 0, np.array([5]))])
     with pytest.raises(BadInput, match="cannot be judged; give --no-judge"):
         check_judgeable(traced(tiny_model("switch_transformers").model), documents(3))

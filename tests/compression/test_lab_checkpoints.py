@@ -15,7 +15,6 @@ import torch
 from torch.nn import functional
 
 from decoder.tiny_lab import tiny, trained
-from moescope.compression.calibration_text import is_held_out
 from moescope.compression.plan import read_plan
 from moescope.compression.verb import compress
 from moescope.decoder.model import LabModel
@@ -23,6 +22,7 @@ from moescope.decoder.saving import load_model, save_model
 from moescope.decoder.vocabulary import Bytes
 from moescope.errors import BadInput
 from moescope.execution.documents import Document
+from moescope.execution.evaluation import is_held_out
 from moescope.execution.lab_models import load_any_model
 from moescope.execution.models import TracedModel
 from moescope.run import Run
@@ -167,7 +167,7 @@ def test_measured_errors_are_those_of_both_models_blocks(place: Path):
 @pytest.mark.parametrize(
     ("router", "changes", "settings"),
     [
-        ("loss_free", {}, {"method": "m_smoe", "sequential": True}),
+        ("loss_free", {}, {"method": "m_smoe"}),
         ("topk", {"block": "some"}, {"method": "hc_smoe"}),
     ],
 )
@@ -325,11 +325,6 @@ def test_without_a_text_a_group_takes_over_its_leader_s_part_of_the_router(route
             "its router, hash, has no logits for m_smoe",
         ),
         ("hash", {"method": "weights", "keep": 1}, "a token is routed to 2; nearest possible: 2"),
-        (
-            "spectra",
-            {"method": "hc_smoe", "sequential": True},
-            "omit --sequential",
-        ),
     ],
 )
 def test_what_a_router_of_the_lab_cannot_become_is_rejected_before_any_work(

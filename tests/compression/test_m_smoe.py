@@ -5,9 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from moescope.compression.grouping import adaptive_dominants
 from moescope.compression.m_smoe import choose_dominants, m_smoe, profile_cosines
-from moescope.errors import BadInput
 
 
 def gram_of(logits_TE: np.ndarray) -> np.ndarray:
@@ -60,19 +58,3 @@ def test_an_expert_joins_within_its_routing_group():
     logits[:, 3] = logits[:, 0]  # its twin stands in the other routing group
     grouping = m_smoe(gram_of(logits), np.array([9.0, 1, 9, 1]), keep=2, n_groups=2)
     assert grouping.groups == ((0, 1), (2, 3))
-
-
-def test_the_adaptive_budget_gives_layers_of_even_usage_more_dominants():
-    even, skewed = np.full(4, 25.0), np.array([9700.0, 100, 100, 100])
-    chosen = adaptive_dominants([even, skewed], keep=2)
-    assert chosen == [[0, 1, 2], [0]]
-    assert sum(map(len, chosen)) == 2 * 2
-
-
-def test_every_layer_keeps_its_most_used_expert_under_the_adaptive_budget():
-    rng = np.random.default_rng(5)
-    usage = [rng.gamma(0.3, size=8) for _ in range(6)]
-    chosen = adaptive_dominants(usage, keep=1)
-    assert chosen == [[int(np.argmax(layer))] for layer in usage]
-    with pytest.raises(BadInput, match="keep 9: give a number of experts per layer from 1 to 8"):
-        adaptive_dominants(usage, keep=9)

@@ -17,7 +17,7 @@ pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA d
     ("kind", "method", "more"),
     [
         ("mixtral", "hc_smoe_permuted", {}),
-        ("olmoe", "m_smoe_permuted", {"sequential": True}),
+        ("olmoe", "m_smoe_permuted", {}),
         ("deepseek_v3", "m_smoe", {}),
         ("gpt_oss", "weights", {}),
         ("mixtral", "m_smoe_permuted", {"router": "tie"}),

@@ -8,7 +8,6 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
@@ -99,21 +98,6 @@ def test_matching_undoes_the_planted_permutation_and_signs(planted, compressed):
             assert bool((flips == 1).all())
 
 
-def test_unsigned_matching_leaves_half_of_the_neurons_wrong_and_costs_more(one_planted, compressed):
-    run, unsigned = compressed(one_planted, "m_smoe_permuted", unsigned=True)
-    _, fits = read_plan(run.path)
-    right = []
-    for (layer, copy), disguise in one_planted.disguises.items():
-        if copy in fits[layer].orders:
-            right.append(
-                disguise.order_F[fits[layer].orders[copy].long()] == torch.arange(len(disguise.order_F))
-            )
-            assert copy not in fits[layer].signs
-    assert 0.3 < float(torch.cat(right).float().mean()) < 0.8
-    _, signed = compressed(one_planted, "m_smoe_permuted", **JUDGED)
-    assert change(one_planted, unsigned) > change(one_planted, signed) + 0.004
-
-
 def test_without_a_text_the_twins_are_merged_and_their_rows_averaged(one_planted, compressed):
     run, folder = compressed(one_planted, "weights", text=False)
     assert groups(run, 0) == groups(run, 1) == GROUPS
@@ -139,22 +123,6 @@ def test_the_written_experts_are_the_plan_s_weighted_sums(one_planted, compresse
     assert new.down_EDF.read(0).numpy() == pytest.approx(total.numpy(), abs=1e-6)
     assert torch.equal(new.down_EDF.read(2), old.down_EDF.read(2))
     assert new.router_ED.read().numpy() == pytest.approx(fits[1].router_KD.numpy(), abs=1e-7)
-
-
-def test_sequential_merging_finds_the_same_twins_and_leaves_the_model_as_it_was(one_planted, compressed):
-    run, folder = compressed(one_planted, "m_smoe_permuted", sequential=True, judge=True)
-    assert groups(run, 0) == groups(run, 1) == GROUPS
-    assert abs(change(one_planted, folder)) < 0.01
-    whole = run.table("damage").query("layer.isna()").iloc[0]
-    ids = np.load(one_planted.token_ids)
-    from moescope.compression.calibration_text import is_held_out
-    from moescope.execution.documents import Document
-
-    held_out = [row for number, row in enumerate(ids) if is_held_out(Document(number, 0, row))]
-    plain = perplexity(loaded(one_planted.folder), torch.from_numpy(np.stack(held_out)))
-    assert whole["perplexity_original"] == pytest.approx(
-        plain, rel=1e-4
-    )  # judged after planning, by the same model in memory
 
 
 @pytest.mark.slow

@@ -128,8 +128,8 @@ def test_every_method_is_named_once_and_an_unknown_one_is_rejected_with_the_list
 
 
 def test_choices_of_merging_are_rejected_where_nothing_is_merged():
-    with pytest.raises(BadInput, match="method reap drops experts and merges none; omit --merge-weights"):
-        check_settings(method_named("reap"), PlanSettings(merge_weights="uniform"), written=False)
+    with pytest.raises(BadInput, match="method reap drops experts and merges none; omit --router"):
+        check_settings(method_named("reap"), PlanSettings(router="tie"), written=False)
     check_settings(method_named("reap"), PlanSettings(seed=3), written=True)
 
 

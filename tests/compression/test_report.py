@@ -11,11 +11,12 @@ import sys
 import pytest
 from playwright.sync_api import expect
 
-from moescope.compression.figures import loss_differences
-from moescope.compression.report import control_range, findings, key_numbers, rank_finding
+from moescope.compression.report import FINDINGS, NUMBERS
+from moescope.compression.rows import beside_controls
 from moescope.compression.tables import TABLES
 from moescope.compression.verb import compress
 from moescope.plotting.style import byte_size
+from moescope.reporting.findings import key_numbers, say_all
 from moescope.reporting.verb import report
 from moescope.run import Run
 from moescope.verb import Selection, all_rows
@@ -27,61 +28,59 @@ def page(compressed_run, tmp_path_factory):
     return report(compressed_run, out=tmp_path_factory.mktemp("report") / "report.html")
 
 
+def said(tables, start):
+    return [text for text in say_all(FINDINGS, tables, TABLES) if text.startswith(start)]
+
+
 def test_findings_put_every_number_beside_original_and_chance(compressed_run):
     found = compressed_run.verb.summary(compressed_run).findings
     whole = compressed_run.table("damage").query("layer.isna()").set_index("method")
+    plan, controls = whole.loc["reap"], whole.drop("reap")
     assert "reap: 4 experts per layer become 2 in 3 layers (6 experts dropped)" in found[0]
     assert "37.9 % less than the original's 73.9 kB" in found[1]
-    random = sorted(whole.drop("reap")["perplexity"])
-    for value in (whole.loc["reap", "perplexity"], whole.loc["reap", "perplexity_original"], *random):
-        assert f"{value:.3g}" in found[2]
-    for value in whole.loc["reap", ["loss_increase", "loss_increase_low", "loss_increase_high"]]:
-        assert f"{abs(value):.3g}" in found[3]
-    assert "0.693 nats (random controls: " in found[4]
-    assert found[5].startswith("Measured error")
-    assert "random controls" in found[5]
-    assert "of 12 experts could be on either side" in found[6]
-    tables = all_rows(compressed_run, Selection())
-    assert rank_finding(tables) == found[6]
-    assert rank_finding({**tables, "clusters": tables["clusters"].assign(method="random")}) is None
+    for value in plan[["loss_increase", "loss_increase_low", "loss_increase_high"]]:
+        assert f"{abs(value):.3g}" in found[2]
+    assert found[3].startswith("Random controls: the plan beats")
+    perplexity, random = (text for text in found if text.startswith("Perplexity"))
+    for value in (plan["perplexity"], plan["perplexity_original"]):
+        assert f"{value:.3g}" in perplexity
+    assert f"{controls['perplexity'].min():.3g} to {controls['perplexity'].max():.3g} " in random
+    (divergence,) = (text for text in found if text.startswith("Next-token"))
+    assert f"{plan['js_divergence']:.3g} [" in divergence
+    assert "0.693 nats" in divergence
+    (error,) = (text for text in found if text.startswith("Measured error"))
+    rows = compressed_run.table("damage").query("layer.notna()")
+    top = rows[rows["method"] == "reap"].set_index("layer")["measured_error"]
+    random = rows[(rows["method"] != "reap") & (rows["layer"] == top.idxmax())]["measured_error"]
+    assert f"layer {top.idxmax():.0f}, {top.max():.3g} (random controls: {random.mean():.3g})" in error
+    assert "of 12 keep/drop decisions could flip" in found[-1]
 
 
 @pytest.mark.parametrize(
-    ("intervals", "expected"),
+    ("intervals", "better", "worse"),
     [
-        ([(0.1, 0.3), (0.2, 0.4)], "2 better, 0 undecided, 0 worse of 2 random controls"),
-        ([(-0.3, -0.1), (-0.4, -0.2)], "0 better, 0 undecided, 2 worse of 2 random controls"),
-        ([(-0.1, 0.9), (-0.4, 0.2)], "0 better, 2 undecided, 0 worse of 2 random controls"),
-        ([(-0.1, 0.9), (-0.4, 0.0)], "0 better, 2 undecided, 0 worse of 2 random controls"),
-        ([(-0.1, 0.9), (-0.4, -0.1)], "0 better, 1 undecided, 1 worse of 2 random controls"),
-        ([(-0.1, 0.9), (0.1, 0.2)], "1 better, 1 undecided, 0 worse of 2 random controls"),
-        ([(0.1, 0.9), (-0.3, -0.2)], "1 better, 0 undecided, 1 worse of 2 random controls"),
+        ([(0.1, 0.3), (0.2, 0.4)], "beats 2 of 2", None),
+        ([(-0.3, -0.1), (-0.4, -0.2)], "beats none of 2", "2 of 2"),
+        ([(-0.1, 0.9), (-0.4, 0.0)], "beats none of 2", None),
+        ([(-0.1, 0.9), (-0.4, -0.1)], "beats none of 2", "1 of 2"),
+        ([(-0.1, 0.9), (0.1, 0.2)], "beats 1 of 2", None),
+        ([(0.1, 0.9), (-0.3, -0.2)], "beats 1 of 2", "1 of 2"),
+        ([(0.1, float("nan")), (0.1, 0.2)], "beats 1 of 1", None),
     ],
 )
-def test_a_claim_about_the_controls_follows_from_the_intervals(compressed_run, intervals, expected):
+def test_a_claim_about_the_controls_follows_from_the_intervals(compressed_run, intervals, better, worse):
     tables = all_rows(compressed_run, Selection())
     damage = tables["damage"].copy()
     at = damage.index[damage["layer"].isna() & (damage["method"] != "reap")]
     damage.loc[at, ["loss_above_plan_low", "loss_above_plan_high"]] = intervals
     damage.loc[at, "perplexity"] = 1.0  # below the plan's: no claim follows from it
-    assert expected in findings(compressed_run, {**tables, "damage": damage})[3]
-    assert expected in loss_differences({**tables, "damage": damage}).caption
-    assert key_numbers({**tables, "damage": damage})[0].word == expected
-
-
-@pytest.mark.parametrize("limit", ["loss_above_plan_low", "loss_above_plan_high"])
-def test_no_claim_about_the_controls_is_made_without_both_limits_of_all(compressed_run, limit):
-    tables = all_rows(compressed_run, Selection())
-    damage = tables["damage"].copy()
-    at = damage.index[damage["layer"].isna() & (damage["method"] != "reap")]
-    damage.loc[at, ["loss_above_plan_low", "loss_above_plan_high"]] = (0.1, 0.2)
-    damage.loc[at[-1], limit] = float("nan")
-    changed = {**tables, "damage": damage}
-    interval = findings(compressed_run, changed)[3]
-    assert interval.startswith("Loss above the original's")
-    for sentence in (interval, loss_differences(changed).caption):
-        assert "random" not in sentence
-        assert ";" not in sentence
+    changed = {**tables, "damage": beside_controls(damage)}
+    (claim,) = said(changed, "Random controls: ")
+    assert better in claim
+    lost = said(changed, "Random controls that beat the plan")
+    assert [worse in text for text in lost] == ([] if worse is None else [True])
+    key = next(key for key in key_numbers(NUMBERS, changed, TABLES) if key.name.startswith("Random controls"))
+    assert f"{key.value:.0f} {key.unit.split(' random')[0]}" in claim.replace("none", "0")
 
 
 @pytest.mark.parametrize("limit", ["loss_increase_low", "loss_increase_high"])
@@ -90,26 +89,24 @@ def test_no_interval_of_the_plan_is_stated_without_both_limits(compressed_run, l
     damage = tables["damage"].copy()
     damage.loc[damage["layer"].isna() & (damage["method"] == "reap"), limit] = float("nan")
     changed = {**tables, "damage": damage}
-    assert findings(compressed_run, changed)[3].startswith("No claim")
-    assert "[" not in loss_differences(changed).caption
+    (claim,) = said(changed, "Loss above")
+    assert "no claim" in claim
+    assert "[" not in claim
 
 
 def test_the_page_has_every_figure_and_explains_every_column(page, compressed_run):
     html = page.read_text(encoding="utf-8")
     names = set(payloads(html))
     for name in (
-        "damage-0-perplexities",
-        "damage-1-loss_differences",
-        "damage-2-divergences",
-        "damage-3-errors_by_layer",
-        "damage-4-router_kl_by_layer",
+        "damage-0-damage_by_model",
+        "damage-1-damage_by_layer",
         "saliency-0-saliency_heatmap",
         "saliency-1-rank_intervals",
     ):
         assert any(place.endswith(name) for place in names), name
     for name in compressed_run.tables:
-        for column in TABLES[name].columns:
-            assert {column, f"{name}.{column}"} & glossary_terms(html)
+        for column in set(TABLES[name].columns) - {"dropped"}:
+            assert {column, f"{name}.{column}"} & glossary_terms(html), column
 
 
 def test_the_command_given_for_doing_it_again_makes_the_same_plan(compressed_run, tmp_path):
@@ -185,15 +182,13 @@ def test_every_figure_is_drawn_in_a_browser_and_nothing_is_wider_than_the_page(b
     opened.goto(page.as_uri() + "#/compression")
     expect(opened.locator("#tab-compression .section").first).to_be_visible()
     scroll_through(opened)
-    expect(opened.locator(".figure-slot:visible .plot.drawn")).to_have_count(7)
+    expect(opened.locator(".figure-slot:visible .plot.drawn")).to_have_count(4)
     assert opened.evaluate("document.documentElement.scrollWidth <= document.documentElement.clientWidth")
     context.close()
     assert troubles == []
 
 
 def test_sizes_and_spreads_are_said_as_people_say_them():
-    import pandas as pd
-
     assert [byte_size(count) for count in (1, 12, 45_888, 7.5e7, 9.3e10)] == [
         "1 byte",
         "12 bytes",
@@ -201,6 +196,3 @@ def test_sizes_and_spreads_are_said_as_people_say_them():
         "75 MB",
         "93 GB",
     ]
-    assert control_range(pd.Series([2.0, 1.0])) == " (random controls: 1 to 2)"
-    assert control_range(pd.Series([2.0])) == " (random controls: 2)"
-    assert control_range(pd.Series([None], dtype=float)) == ""

@@ -7,7 +7,7 @@ import pytest
 
 from checkpoints import tiny_checkpoint
 from moescope.checkpoint import open_checkpoint
-from moescope.compression.grouping import Grouping, Merge
+from moescope.compression.merging import Grouping, Merge
 from moescope.compression.rows import MOST_PAIRS, cluster_geometry, cluster_pairs, merge_rows
 from moescope.compression.tables import TABLES
 from moescope.families import read_moe

@@ -7,12 +7,14 @@ import pytest
 import torch
 from scipy import stats
 
+from moescope.compression.calibration import SUM_NAMES
 from moescope.compression.ean import ean
 from moescope.compression.frequency import frequency
 from moescope.compression.gate_weight import gate_weight
+from moescope.compression.methods import method_named
+from moescope.compression.pruning import score_experts
 from moescope.compression.reap import reap
 from moescope.compression.rows import rank_intervals, saliency_rows
-from moescope.compression.saliency import SUM_NAMES, score_experts
 
 
 def sums_of(tokens, gates, norms, gated, layer: int = 3) -> dict[str, torch.Tensor]:
@@ -101,8 +103,39 @@ def test_there_are_no_intervals_under_twenty_documents():
 
 def test_the_table_has_every_score_and_the_interval_of_the_one_that_decides():
     sums = drawn(spread=30)
-    frame = saliency_rows(sums, {3: "model.layers.3.mlp"}, frequency, 60, 0)
+    kept = {3: (0, 1, 5)}
+    frame = saliency_rows(sums, {3: "model.layers.3.mlp"}, method_named("frequency"), 60, 0, kept)
     assert frame["expert"].tolist() == list(range(6))
+    assert set(frame["score"]) == {"frequency"}
+    assert frame["rank"].tolist() == [1, 2, 3, 4, 5, 6]
+    assert set(frame["cut"]) == {3.5}
+    assert frame["fate"].tolist() == ["kept"] * 2 + ["dropped"] * 3 + ["kept"]
+    assert frame["dropped"].tolist() == [False, False, True, True, True, False]
+    tokens = frame["tokens"] / frame["tokens"].mean()
+    assert (
+        frame["times_mean"].tolist() == frame["tokens_times_mean"].tolist() == pytest.approx(tokens.tolist())
+    )
     assert frame["rank_low"].tolist() == [1, 2, 3, 4, 5, 6]
     for name, score in (("tokens", frequency), ("gate_weight", gate_weight), ("ean", ean), ("reap", reap)):
         assert frame[name].tolist() == score_experts(sums, 3, score).tolist()
+
+
+def test_a_decision_is_open_where_the_interval_of_the_rank_holds_the_cut():
+    frame = saliency_rows(drawn(spread=1.2), {3: "x"}, method_named("reap"), 60, 0, {3: (0, 1, 2)})
+    assert frame["undecided"].tolist() == (frame["rank_low"].lt(3.5) & frame["rank_high"].gt(3.5)).tolist()
+    assert frame["undecided"].any()
+    for method, kept in (
+        ("random", (0, 1, 2)),
+        ("reap", range(6)),
+    ):  # no score made a cut; nothing is dropped
+        frame = saliency_rows(drawn(spread=1.2), {3: "x"}, method_named(method), 60, 0, {3: kept})
+        assert frame["cut"].isna().all()
+        assert not frame["undecided"].any()
+        assert set(frame["score"]) == {"reap"}
+
+
+def test_a_layer_without_tokens_has_even_saliency():
+    frame = saliency_rows(
+        sums_of(*([[0, 0, 0]] * 2 for _ in range(4))), {3: "x"}, method_named("reap"), 60, 0, {3: (0,)}
+    )
+    assert frame["times_mean"].tolist() == [1, 1, 1]

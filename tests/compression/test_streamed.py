@@ -2,21 +2,15 @@
 
 from __future__ import annotations
 
-import json
-from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
-import torch
-from safetensors.torch import load_file
 
 import moescope
-from moescope.compression import merging, steps
+from moescope.compression import steps
 from moescope.errors import BadInput
-from moescope.execution.hidden_states import FileStates
-from moescope.execution.layer_weights import LayerWeights
-from moescope.execution.streamed import StreamedModel, load_streamed
+from moescope.execution.streamed import FileStates, StreamedModel, load_streamed
 from routing.tiny_text import save_model, texts, write_jsonl
 
 
@@ -135,52 +129,6 @@ def test_layers_larger_than_the_memory_are_rejected_before_calibration(place, tm
         compress(place, tmp_path / "run", execution="streamed", memory="10KB")
     assert not (tmp_path / "run").exists()
     assert not (tmp_path / "run-small").exists()
-
-
-@pytest.mark.parametrize("memory", ["files", pytest.param("memory", marks=pytest.mark.slow)])
-def test_sequential_merging_reads_the_model_once_and_plans_as_a_resident_run(
-    place, tmp_path, memory, too_little, monkeypatch
-):
-    """Every layer is merged on the output of the merged layers before it, while it is the one in memory."""
-    reads = Counter()
-    own = LayerWeights.read_part
-    monkeypatch.setattr(
-        LayerWeights, "read_part", lambda weights, part: (reads.update([part]), own(weights, part))
-    )
-    options = {"method": "hc_smoe", "sequential": True, "judge": False}
-    resident = compress(place, tmp_path / "resident", execution="resident", **options)
-    assert not reads
-    more = {"memory": too_little} if memory == "files" else {}
-    streamed = compress(place, tmp_path / "streamed", execution="streamed", **more, **options)
-    equal_tables(streamed, resident)
-    at_once = compress(place, tmp_path / "at-once", execution="resident", **{**options, "sequential": False})
-    plans = [json.loads((run.path / "plan.json").read_text()) for run in (streamed, resident)]
-    assert plans[0] == plans[1]
-    arrays = [load_file(run.path / "plan.safetensors") for run in (streamed, resident, at_once)]
-    assert all(torch.equal(array, arrays[1][name]) for name, array in arrays[0].items())
-    assert any(not torch.equal(array, arrays[2][name]) for name, array in arrays[0].items())
-    assert not (streamed.path / "streamed").exists()
-    # to calibrate, to merge, and for the damage of the plan and of one control
-    assert max(reads[part] for part in reads if part != "outer") == 4
-
-
-def test_a_sequential_merge_that_is_interrupted_starts_again(place, tmp_path, too_little, monkeypatch):
-    """What was merged before is not stored, so hidden states behind it must not be used."""
-    options = {"method": "hc_smoe", "sequential": True, "judge": False, "execution": "streamed"}
-    own, calls = merging.merge_layer, []
-
-    def interrupted(*given):
-        calls.append(given)
-        if len(calls) == 2:
-            raise KeyboardInterrupt
-        return own(*given)
-
-    with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
-        patched.setattr(merging, "merge_layer", interrupted)
-        compress(place, tmp_path / "run", memory=too_little, **options)
-    assert not (tmp_path / "run" / "streamed").exists()
-    run = compress(place, tmp_path / "run", memory=too_little, **options)
-    equal_tables(run, compress(place, tmp_path / "other", **options))
 
 
 def test_a_tied_router_is_judged_as_in_a_resident_run(place, tmp_path):

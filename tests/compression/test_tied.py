@@ -14,9 +14,9 @@ from scipy.spatial.distance import jensenshannon
 
 import moescope
 from families.tiny_models import tiny_model
-from moescope.compression.calibration_text import is_held_out
 from moescope.errors import BadInput
 from moescope.execution.documents import Document
+from moescope.execution.evaluation import is_held_out
 
 
 @pytest.fixture(scope="module")
@@ -122,7 +122,7 @@ def test_perplexity_and_divergence_are_those_of_a_forward_pass_by_hand(tmp_path,
 
 def test_a_tied_plan_is_judged_later_with_its_controls_and_cannot_be_written(tmp_path, text):
     folder = tiny_model("mixtral").save(tmp_path / "model", "saved")
-    planned = tied(folder, text, tmp_path / "planned", "m_smoe_permuted", adaptive=True)
+    planned = tied(folder, text, tmp_path / "planned", "m_smoe_permuted")
     later = moescope.compress(
         folder,
         plan=planned.path,

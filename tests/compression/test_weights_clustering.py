@@ -12,8 +12,7 @@ from moescope.compression.weights_clustering import (
     matched_distances,
     weights_clusters,
 )
-from moescope.errors import BadInput
-from moescope.geometry.distances import by_svd, distance
+from moescope.geometry.distances import distance
 from moescope.geometry.matching import match_neurons
 from moescope.types import ExpertWeights
 
@@ -50,17 +49,16 @@ def planted(seed: int, experts: int = 8) -> list[ExpertWeights]:
     return own + [disguised(own[e], seed * 100 + e) for e in range(3)]
 
 
-@pytest.mark.parametrize("measure", ["l2", "sv"])
 @pytest.mark.parametrize("seed", [1, 2])
-def test_disguised_copies_are_grouped_with_what_they_copy(measure, seed):
-    grouping, distances = weights_clusters(planted(seed), keep=5, measure=measure)
+def test_disguised_copies_are_grouped_with_what_they_copy(seed):
+    grouping = weights_clusters(planted(seed), keep=5)
     assert grouping.groups == ((0, 5), (1, 6), (2, 7), (3,), (4,))
-    assert distances.matched_EE.all()
+    assert matched_distances(planted(seed))[1].all()
 
 
 def test_l2_is_the_distance_of_the_matched_matrices_over_all_projections():
     experts = random_experts(3, 4)
-    ours = matched_distances(experts).distance_EE
+    ours, _ = matched_distances(experts)
     moved = match_neurons(experts[0], experts[2]).apply(experts[2])
     each = [
         distance(getattr(experts[0], name), getattr(moved, name)).relative_l2
@@ -69,28 +67,18 @@ def test_l2_is_the_distance_of_the_matched_matrices_over_all_projections():
     assert ours[0, 2] == pytest.approx(np.sqrt(np.mean(np.square(each))), rel=1e-5)
 
 
-def test_sv_is_one_less_the_alignment_of_polar_factors_by_svd():
-    experts = random_experts(2, 5)
-    moved = match_neurons(experts[0], experts[1]).apply(experts[1])
-    alike = []
-    for name in ("gate_FD", "up_FD", "down_DF"):
-        (one, rank), (other, _) = (by_svd(getattr(expert, name), 24) for expert in (experts[0], moved))
-        alike.append(float((one * other).sum()) / rank)
-    assert matched_distances(experts, "sv").distance_EE[0, 1] == pytest.approx(1 - np.mean(alike), abs=1e-5)
-
-
 def test_a_few_matched_pairs_among_many_experts_still_find_the_copies():
     experts = planted(3, experts=24)
-    grouping, distances = weights_clusters(experts, keep=21, most_pairs=40)
+    grouping = weights_clusters(experts, keep=21, most_pairs=40)
     assert {(0, 21), (1, 22), (2, 23)} <= set(grouping.groups)
-    assert not distances.matched_EE.all()
-    assert int(np.triu(distances.matched_EE, 1).sum()) == 40
+    _, matched = matched_distances(experts, most_pairs=40)
+    assert not matched.all()
+    assert int(np.triu(matched, 1).sum()) == 40
 
 
 def test_pairs_that_were_not_matched_stand_at_the_largest_distance_found():
-    distances = matched_distances(planted(3, experts=12), most_pairs=20)
-    rest = distances.distance_EE[~distances.matched_EE]
-    assert np.unique(rest) == pytest.approx([distances.distance_EE[distances.matched_EE].max()])
+    distances, matched = matched_distances(planted(3, experts=12), most_pairs=20)
+    assert np.unique(distances[~matched]) == pytest.approx([distances[matched].max()])
 
 
 def test_all_pairs_are_matched_where_they_are_few():
@@ -119,11 +107,5 @@ def test_experts_without_a_gate_are_clustered_by_two_projections():
     experts = [ExpertWeights(expert.gate_FD, expert.down_DF) for expert in random_experts(3, 7)]
     order = torch.randperm(20, generator=torch.Generator().manual_seed(0))
     experts.append(ExpertWeights(experts[1].gate_FD[order], experts[1].down_DF[:, order]))
-    grouping, distances = weights_clusters(experts, keep=3)
-    assert (1, 3) in grouping.groups
-    assert distances.distance_EE[1, 3] == pytest.approx(0, abs=1e-3)
-
-
-def test_an_unknown_measure_is_rejected():
-    with pytest.raises(BadInput, match="unknown measure 'cka'; known: l2, sv"):
-        matched_distances(random_experts(2, 0), "cka")
+    assert (1, 3) in weights_clusters(experts, keep=3).groups
+    assert matched_distances(experts)[0][1, 3] == pytest.approx(0, abs=1e-3)

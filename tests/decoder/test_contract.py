@@ -12,9 +12,9 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTens
 from decoder.tiny_lab import VOCABULARY, padding, run, text, tiny, train_step, trained
 from moescope.decoder.model import LabModel
 from moescope.decoder.routers import ROUTERS
+from moescope.routing.counts import Counts
 from moescope.routing.metrics import DIAGNOSTICS, METRICS
-from moescope.routing.monitor_tally import DiagnosticTally
-from moescope.routing.tally import Tally
+from moescope.routing.monitor_capture import DiagnosticTally
 from moescope.types import Tokens
 
 EVERY = pytest.mark.parametrize("router", list(ROUTERS))
@@ -246,10 +246,10 @@ def test_the_decision_is_one_that_all_tallies_take(router):
     nothing = torch.zeros(ids.numel(), dtype=torch.long)
     tokens = Tokens(6, ids.flatten(), mask.flatten(), nothing, torch.arange(16).repeat(6), nothing, nothing)
     made = run(model, ids, mask)
-    tally = Tally()
+    counter = Counts()
     for routing in made.layers:
-        tally.consume(type(routing)(**{**vars(routing), "tokens": tokens}))
-    for layer, counts in enumerate(tally.to_cpu()):
+        counter.consume(type(routing)(**{**vars(routing), "tokens": tokens}))
+    for layer, counts in enumerate(counter.layers()):
         assert counts.counts_MBE.sum((0, 1)).tolist() == made.sets()[layer].flatten(0, 1).sum(0).tolist()
 
 

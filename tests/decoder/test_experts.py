@@ -9,7 +9,7 @@ import torch
 from torch.nn import functional
 
 from decoder.tiny_lab import TINY
-from moescope.decoder.experts import (
+from moescope.decoder.model import (
     Experts,
     GELUExperts,
     RowsOfExperts,

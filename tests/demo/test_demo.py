@@ -1,9 +1,7 @@
-"""The demo: the model that is shipped, looked at as any other.
-
-And the planted checkpoint, whose truth is known.
-"""
+"""The demo: the shipped model, looked at as any other; and the planted checkpoint of known structure."""
 
 import json
+import math
 import tomllib
 
 import numpy as np
@@ -14,13 +12,12 @@ from typer.testing import CliRunner
 
 from lab.tiny_training import TOML
 from moescope.cli import app
-from moescope.compression.judging import next_token_logits
 from moescope.decoder.saving import load_model
-from moescope.demo.planted import LAYERS, planted_layer
 from moescope.demo.recipe import make_demo_model, store_model
 from moescope.demo.verb import CHARACTERS, SHIPPED, demo, truncate
 from moescope.errors import BadInput
 from moescope.execution.documents import read_documents
+from moescope.execution.evaluation import per_document
 from moescope.execution.lab_models import load_any_model
 from moescope.execution.texts import sources
 from moescope.lab.batches import TokenRows
@@ -28,6 +25,8 @@ from moescope.lab.config import config_from, settle
 from moescope.lab.corpus import embedded_corpus
 from moescope.lab.evaluation import evaluate
 from moescope.run import Run
+from moescope.weights.verb import scan
+from planted import LAYERS, planted_layer, write_planted
 from report_payloads import page_sections
 
 GENERATED = ("arithmetic", "records")  # the domains that are the same under every Python
@@ -134,11 +133,10 @@ def test_the_demo_command_prints_training_weights_text_and_the_report(shown):
         assert all(finding in printed for finding in findings)
 
 
-def test_the_report_has_training_weights_routing_and_joint_questions_in_one_page(shown):
+def test_the_report_has_training_weights_routing_and_text_in_one_page(shown):
     page = (shown[0].path / "report.html").read_text()
     for tab in ("training", "weights", "routing", "text"):
         assert page_sections(page, tab), tab
-    assert "together" in [section["id"] for section in page_sections(page, "routing")]
 
 
 def test_text_that_is_traced_was_held_out_and_every_domain_is_read(shown):
@@ -183,10 +181,9 @@ def test_the_demo_reads_code_within_the_trained_length_as_plain_transformers_doe
 
     traced = load_any_model(model, "float32", "cpu")
     documents = list(read_documents(traced, sources([], [f"code={run.path}/validation/code.jsonl"], None)))
-    judged = next_token_logits(traced, documents, 8)
-    pairs = ((batch.logits_NV, batch.next_N) for batch in judged)
-    losses = torch.cat([torch.nn.functional.cross_entropy(*pair, reduction="none") for pair in pairs])
-    assert float(losses.mean().exp()) == pytest.approx(perplexity(length), rel=1e-3)
+    judged = per_document(traced, documents)
+    own = math.exp(judged.loss_D.sum() / judged.tokens_D.sum())
+    assert own == pytest.approx(perplexity(length), rel=1e-3)
     assert perplexity(4 * length) > 2 * perplexity(length)  # what reading longer windows would cost
     assert run.parts["trace"].info["setup"][0]["window"] == length
 
@@ -223,14 +220,9 @@ def test_a_long_text_is_cut_after_a_whole_line():
 # --- the planted checkpoint
 
 
-def test_the_planted_demo_finds_what_was_planted_and_says_where_the_report_is(tmp_path):
-    out = tmp_path / "demo"
-    result = CliRunner().invoke(app, ["demo", "--planted", "--out", str(out)], catch_exceptions=False)
-    assert result.exit_code == 0
-    assert f"report: {out / 'report.html'}" in result.output
-    assert "layer 3, collapsed" in result.output
-    assert "2 and 5 of layer 3" in result.output
-    tests = Run.load(out).table("alignment_tests").query("router == 'raw'").set_index("layer")["verdict"]
+def test_a_scan_finds_what_was_planted(planted_run):
+    assert any("2 and 5 of layer 3" in line for line in planted_run.verb.summary(planted_run).findings)
+    tests = planted_run.table("alignment_tests").query("router == 'raw'").set_index("layer")["verdict"]
     assert tests.to_dict() == {
         0: "chance", 1: "identifying", 2: "identifying", 3: "non_random", 4: "permuted",
     }  # fmt: skip
@@ -238,7 +230,8 @@ def test_the_planted_demo_finds_what_was_planted_and_says_where_the_report_is(tm
 
 def test_other_seeds_find_the_same_facts(tmp_path):
     for seed in range(1, 6):
-        run = demo(out=tmp_path / f"demo-{seed}", planted=True, seed=seed, quiet=True)
+        write_planted(tmp_path / f"model-{seed}", seed)
+        run = scan(tmp_path / f"model-{seed}", out=tmp_path / f"run-{seed}", seed=seed, quiet=True)
         tests = run.table("alignment_tests").query("router == 'raw'").set_index("layer")["verdict"]
         assert tests[1] == tests[2] == "identifying", seed
         assert tests[3] in ("identifying", "non_random"), seed

@@ -12,6 +12,7 @@ from moescope.deployment import caches
 from moescope.deployment.caches import (
     belady,
     count_depths,
+    held,
     hull_gains,
     lfu,
     recency,
@@ -116,11 +117,11 @@ def test_a_cold_start_per_document_is_a_new_cache_per_document(monkeypatch, refe
 def test_depths_are_counted_per_group_by_choice_and_by_deepest_choice():
     depth_TK = np.array([[0, 3], [1, -1], [-1, -1], [2, 2]])
     counts = count_depths(depth_TK, np.array([0, 0, 1, 5]), 6, 3)
-    assert counts.hits_G(1)[[0, 1, 5]].tolist() == [1, 0, 0]
-    assert counts.hits_G(3)[[0, 1, 5]].tolist() == [2, 0, 2]
-    assert counts.hits_G(9)[[0, 1, 5]].tolist() == [2, 0, 2]  # depth 3 is beyond the stack
-    assert counts.hits_G(2, tokens=True)[[0, 1, 5]].tolist() == [1, 0, 0]
-    assert counts.tokens_GD.sum() == 3  # a token without experts does not count
+    assert held(counts, 1)[0, [0, 1, 5]].tolist() == [1, 0, 0]
+    assert held(counts, 3)[0, [0, 1, 5]].tolist() == [2, 0, 2]
+    assert held(counts, 9)[0, [0, 1, 5]].tolist() == [2, 0, 2]  # depth 3 is beyond the stack
+    assert held(counts, 2)[1, [0, 1, 5]].tolist() == [1, 0, 0]
+    assert counts[1].sum() == 3  # a token without experts does not count
     assert spread(np.array([4, 5]), np.array([[True, False], [False, True]])).tolist() == [[4, -1], [-1, 5]]
 
 

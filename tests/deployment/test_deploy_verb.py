@@ -47,17 +47,20 @@ def test_the_command_line_writes_tables_a_report_and_a_summary(trace, tmp_path):
     lru = rows[(rows["policy"] == "lru") & (rows["slots"] == 4)].sort_values("layer")
     assert lru["hit_rate"].tolist() == pytest.approx([*hits, np.mean(hits)])
     first = facts["key_numbers"][0]
-    assert (first["name"], first["unit"]) == ("LRU hit rate, 4 slots", "%")  # half of the experts
+    assert first["name"] == "LRU hit rate, 4 slots"  # half of the experts
     # 600 plain replays of 120 random tokens from an empty cache: a standard error of 0.13 points
     drawn = (random_tokens(np.random.default_rng(1), 600 * 120, 2, 8)).reshape(600, -1).tolist()
-    simulated = 100 * np.mean([replay_lru(sequence, 4) for sequence in drawn])
-    assert first["chance"] == pytest.approx(simulated, abs=1)
-    assert f"{first['value']:.1f} %" in facts["findings"][0]  # one number, one unit
-    traffic = run.draw("placement_traffic")
-    drawn = next(trace for trace in traffic.data if trace["type"] == "bar")["y"]
-    assert all(f" {value:.3g}" in traffic.caption for value in drawn)
+    simulated = np.mean([replay_lru(sequence, 4) for sequence in drawn])
+    assert first["chance"] == pytest.approx(simulated, abs=0.01)
+    assert f"{first['value']:.3g} " in facts["findings"][0]
+    bars = run.draw("placement_traffic").data[0]
+    whole = run.table("placement").query("layer.isna()").set_index("method")
+    names = run.verb.tables["placement"].column("method").names
+    assert dict(zip(bars["y"], bars["x"], strict=True)) == {
+        names[m]: v for m, v in whole["cross_device"].items()
+    }
     (words,) = (text for text in facts["findings"] if text.startswith("Remote devices"))
-    assert all(f" {value:.3g}" in words for value in drawn)
+    assert all(f" {value:.3g}" in words for value in bars["x"])
     page = page_text(Path(moescope.report(run)).read_text(encoding="utf-8"))
     for spec in run.verb.figures:
         assert run.draw(spec.name).title in page
@@ -69,15 +72,21 @@ def test_findings_lead_with_half_of_the_experts_and_name_the_range_and_intervals
     run = moescope.deploy(trace, slots="2,0.5,6", out=tmp_path / "run", quiet=True)
     rows = run.table("residency")
     assert sorted(rows["slots"].unique()) == [2, 4, 6]
-    lru = rows[(rows["policy"] == "lru") & rows["layer"].isna()].set_index("slots")
+    lru = rows[(rows["policy"] == "lru") & rows["layer"].isna()].set_index("slots").loc[4]
+    assert lru["lead"]
     first = run.verb.summary(run).findings[0]
-    caption = run.draw("cache_curve").caption
-    for words in (first, caption):
-        low, high = 100 * lru.loc[4, ["low", "high"]].astype(float)
-        assert f"{100 * lru.loc[4, 'hit_rate']:.1f} % [{low:.1f}, {high:.1f}]" in words.split("LRU")[0]
-    assert all(f"{100 * lru.loc[size, 'hit_rate']:.1f} % with {size}" in first for size in (2, 6))
-    ticks = run.draw("cache_curve").layout["xaxis"]["tickvals"]
-    assert list(ticks) == [2, 4, 6]
+    assert f"hold {lru['hit_rate']:.3g} [{lru['low']:.3g}, {lru['high']:.3g}] of choices with LRU" in first
+    curve = next(line for line in run.draw("cache_curve").data if line["name"] == "LRU")
+    assert curve["x"].tolist() == [2, 4, 6]
+
+
+def test_loads_at_chance_are_those_of_the_chance_hit_rate(trace, tmp_path):
+    run = moescope.deploy(trace, slots="4", expert_bytes=10, bandwidth=1.0, out=tmp_path / "run", quiet=True)
+    rows = run.table("residency")
+    each = rows[rows["layer"].notna() & (rows["policy"] == "lru")]
+    assert each["loads_chance"].tolist() == pytest.approx(2 * (1 - each["chance"]))  # two experts per token
+    assert rows["bytes_chance"].tolist() == pytest.approx(10 * rows["loads_chance"])
+    assert rows["ms_chance"].tolist() == pytest.approx(rows["bytes_chance"] / 1e6)
 
 
 def test_a_finding_names_the_slots_that_hold_four_fifths_of_the_choices(trace, tmp_path):
@@ -91,39 +100,24 @@ def test_a_finding_names_the_slots_that_hold_four_fifths_of_the_choices(trace, t
     }
     lru, best = (2 + int(np.flatnonzero(np.array(rate) >= 0.8)[0]) for rate in rates.values())
     assert re.search(rf"LRU {lru} \(", text)
-    assert re.search(rf"optimum from an empty cache {best} \(", text)
+    assert re.search(rf"best possible from an empty cache {best} \(", text)
     assert best < lru
     assert "(random list: 7)" in text  # 0.8 of 8 experts
 
 
-def test_a_single_size_is_drawn_with_markers_and_a_split_only_over_all_layers(trace, tmp_path):
+def test_a_single_size_has_no_curve_and_a_split_no_layers(trace, tmp_path):
     run = moescope.deploy(trace, slots=[4], out=tmp_path / "run", quiet=True)
-    for name in ("cache_curve", "cache_loading"):
-        assert all("markers" in line["mode"] for line in run.draw(name).data)
-    drawn = {name: [line["name"] for line in run.draw(name).data] for name in ("cache_curve", "cache_layers")}
-    assert any("split" in name for name in drawn["cache_curve"])
-    assert not any("split" in name for name in drawn["cache_layers"])
+    assert "cache_curve" not in run.figures()
+    assert not any("split" in line["name"] for line in run.draw("cache_layers").data)
 
 
-def test_lines_of_chance_have_no_markers_and_the_optimum_is_drawn_over_equal_policies(trace, tmp_path):
+def test_loading_is_a_page_of_the_curve_under_its_earlier_name_too(trace, tmp_path):
     run = moescope.deploy(trace, slots=[2, 4], out=tmp_path / "run", quiet=True)
-    for name in ("cache_curve", "cache_loading", "cache_layers"):
-        lines = {line["name"]: line for line in run.draw(name).data}
-        assert all("markers" not in line["mode"] for key, line in lines.items() if "random" in key)
-        assert [key for key in lines if "random" not in key][-1] == "optimum (Belady)"
-        assert len({(line["line"]["color"], line["line"]["dash"]) for line in lines.values()}) == len(lines)
-
-
-def test_coverage_of_one_document_is_named_by_its_dotted_line_and_shares_end_at_all_experts(tmp_path):
-    chosen_TK = random_tokens(np.random.default_rng(0), 50, 2, 8)
-    one = write_trace(tmp_path / "trace", [chosen_TK], np.zeros(50, int), 8)
-    run = moescope.deploy(one, min_tokens=64, out=tmp_path / "run", quiet=True)
-    lines = run.draw("coverage_documents").data
-    (named,) = (line for line in lines if line["name"] == "all documents" and line["showlegend"])
-    assert (named["line"]["dash"], len(named["x"]) > 1) == ("dot", True)
-    axis = run.draw("coverage_experts").layout["xaxis"]
-    assert axis["range"][1] > 1  # else the tick of 100 % is lost
-    assert (1 / axis["dtick"]).is_integer()
+    drawn = run.draw("cache_loading")
+    assert (drawn.name, drawn.slider.values[drawn.slider.start]) == ("cache_curve", "loads per token")
+    line = next(line for line in run.figure("cache_loading").data if line["name"] == "LRU")
+    rows = run.table("residency").query("policy == 'lru' and layer.isna()").sort_values("slots")
+    assert list(line["y"]) == rows["loads_per_token"].tolist()
 
 
 def test_one_expert_per_device_is_nothing_to_place_and_not_the_default(trace, tmp_path):
@@ -140,13 +134,15 @@ def test_one_expert_per_device_is_nothing_to_place_and_not_the_default(trace, tm
     )
 
 
-def test_the_key_number_of_coverage_counts_the_experts_that_have_enough(trace, tmp_path):
+def test_the_key_number_of_coverage_counts_the_experts_that_have_too_little(trace, tmp_path):
     run = moescope.deploy(trace, min_tokens=30, out=tmp_path / "run", quiet=True)
-    tokens = trace.table("tokens")
-    uses = tokens.explode("experts").groupby(["layer", "experts"]).size()
+    uses = trace.table("tokens").explode("experts").groupby(["layer", "experts"]).size()
     key = run.verb.summary(run).key_numbers[-1]
-    assert (key.value, key.unit) == ((uses >= 30).sum(), "of 16")
+    assert (key.value, key.unit) == ((uses < 30).sum(), "of 16 experts")
     assert 0 < key.value < 16
+    ranks = run.table("coverage").query("domain == ''")
+    assert sorted(ranks["rank_share"]) == pytest.approx(np.arange(1, 17) / 16)
+    assert ranks.sort_values("rank_share")["tokens"].is_monotonic_increasing
 
 
 def test_bytes_per_expert_come_from_the_headers_of_the_model(tmp_path):

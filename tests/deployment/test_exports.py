@@ -14,7 +14,7 @@ import moescope
 from checkpoints import tiny_checkpoint
 from deployment.deployment_runs import write_trace
 from deployment.plain_caches import random_tokens
-from moescope.deployment.exports import esft_experts, in_file_names, sglang_mapping
+from moescope.deployment.placement import esft_experts, in_file_names, sglang_mapping
 
 REAL = Path(os.environ.get("MOESCOPE_REAL_TRACES", Path(__file__).parents[3] / "shared" / "data" / "real"))
 
@@ -41,20 +41,14 @@ def test_a_mapping_for_sglang_has_one_key_and_a_row_per_hidden_layer(exports):
         assert rows.shape == (2, 6)
         for row in rows:
             assert set(row) == set(range(4))  # every expert is somewhere
-    dense = sglang_mapping([1, 3], [np.array([1, 0, 2]), np.array([2, 1, 0])], 3, 5)
+    dense = sglang_mapping({1: [1, 0, 2], 3: [2, 1, 0]}, 3, 5)
     assert dense["physical_to_logical_map"] == [[0, 1, 2], [1, 0, 2], [0, 1, 2], [2, 1, 0], [0, 1, 2]]
 
 
-def test_the_same_mapping_is_written_for_vllm_and_vllm_ascend(exports):
+def test_the_same_mapping_is_written_for_vllm(exports):
     files, _ = exports
     rows = files["sglang_balanced.json"]["physical_to_logical_map"]
     assert files["vllm_experimental_balanced.json"] == rows  # no dense layers
-    ascend = files["vllm_ascend_balanced.json"]
-    assert ascend["moe_layer_count"] == len(ascend["layer_list"]) == 2
-    for layer, row in zip(ascend["layer_list"], rows, strict=True):
-        assert layer["device_count"] == len(layer["device_list"]) == 3
-        assert [expert for device in layer["device_list"] for expert in device["device_expert"]] == row
-        assert {len(device["device_expert"]) for device in layer["device_list"]} == {2}
 
 
 def test_hot_lists_rank_experts_by_use(exports):

@@ -9,8 +9,8 @@ from functools import partial
 import numpy as np
 import pytest
 
-from moescope.execution import budget
-from moescope.execution.budget import deal, spread_tokens
+from moescope.execution import documents
+from moescope.execution.documents import deal, spread_tokens
 
 
 def dealt_one_by_one(sizes: list[int], tokens: int) -> list[int]:
@@ -92,7 +92,7 @@ def test_a_large_domain_is_not_read_to_its_end_nor_its_documents_to_theirs(token
 def test_ids_beyond_the_memory_limit_lie_in_a_file_and_are_the_same(monkeypatch):
     given = {"a": domain(*range(1, 400)), "b": domain(*[20] * 50)}
     before = [(name, ids.tolist()) for name, ids in spread_tokens(given, 5000)]
-    monkeypatch.setattr(budget, "IN_MEMORY", 64)
+    monkeypatch.setattr(documents, "IN_MEMORY", 64)
     assert [(name, ids.tolist()) for name, ids in spread_tokens(given, 5000)] == before
     abandoned = spread_tokens(given, 5000)
     next(abandoned)

@@ -15,7 +15,7 @@ from families.tiny_models import Seen, TinyModel, tiny_model
 from moescope.errors import BadInput
 from moescope.execution import capture as capturing
 from moescope.execution.adapters import find_blocks, router_logits
-from moescope.execution.capture import Capture, check_version
+from moescope.execution.capture import Capture, check_transformers
 from moescope.families import MODELS
 from moescope.families.lab import LAB
 from moescope.families.replaced import REPLACED
@@ -320,12 +320,13 @@ def test_experts_that_are_called_otherwise_are_refused_by_name():
 @pytest.mark.parametrize(
     ("version", "refused"), [("4.57.1", True), ("5.5.9", True), ("5.6.0", False), ("6.0.0", False)]
 )
-def test_transformers_before_5_6_is_refused_by_number(version, refused):
+def test_transformers_before_5_6_is_refused_by_number(monkeypatch, version, refused):
+    monkeypatch.setattr("importlib.metadata.version", lambda name: version)
     if refused:
         with pytest.raises(BadInput, match=rf"transformers {version}: .* needs transformers 5\.20"):
-            check_version(version)
+            check_transformers()
     else:
-        check_version(version)
+        check_transformers()
 
 
 def test_the_check_costs_nothing_after_the_first_pass():
@@ -444,3 +445,25 @@ def test_another_rule_in_bf16_stays_unrecognised(rule, returns_logits, monkeypat
     _, capture = captured(model)
     assert [block.logits_at for block in capture.blocks] == [0 if returns_logits else -1] * 2
     assert not any(block.scoring.explains for block in capture.blocks)
+
+
+def test_logits_of_a_router_with_an_adapter_of_peft_are_those_of_the_merged_router():
+    from peft import LoraConfig, get_peft_model
+
+    model = tiny_model("mixtral").model
+    plain = [block.weight_ED.clone() for block in find_blocks(model)]
+    names = [name for name, weight in model.named_parameters() if name.endswith("mlp.gate.weight")]
+    settings = LoraConfig(r=2, target_modules=[], target_parameters=names, init_lora_weights=False)
+    adapted = get_peft_model(model, settings).eval()
+    ids = probe()
+
+    def look() -> tuple[list[Tensor], list[Tensor]]:
+        logits_TE = [routing.logits_TE.clone() for routing in run(model, ids).values()]
+        return logits_TE, [block.weight_ED for block in find_blocks(model)]
+
+    with_adapters = look()
+    adapted.merge_and_unload()
+    for ours, merged in zip(with_adapters, look(), strict=True):
+        for one, other in zip(ours, merged, strict=True):
+            assert torch.allclose(one, other, atol=1e-5)
+    assert all((one - other).abs().max() > 1e-3 for one, other in zip(plain, with_adapters[1], strict=True))

@@ -114,7 +114,7 @@ def test_a_run_holds_on_to_commit_config_split_and_column(found):
 @pytest.mark.parametrize(
     ("name", "words"),
     [
-        ("a number", "column 'n' holds no text (int); name another one as #COLUMN: text, n"),
+        ("a number", "column 'n' holds no text (int); name one as #COLUMN: text, n"),
         ("no such split", "no split 'valid' in it; known: train, test"),
         ("no such column", "no column 'words' in it; known: text, n"),
         (

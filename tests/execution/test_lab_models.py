@@ -20,11 +20,11 @@ from moescope.decoder.vocabulary import Bytes
 from moescope.execution.adapters import RouterReads, find_blocks
 from moescope.execution.documents import Document
 from moescope.execution.lab_models import Traceable, TraceableVocabulary, load_any_model, load_traced
-from moescope.lab.train import initial_model
+from moescope.lab.training import initial_model
 from moescope.routing.collectors import trace_model
-from moescope.routing.contexts import TokenText
 from moescope.routing.counts_to_tables import Traced
 from moescope.routing.monitor import LoopMonitor
+from moescope.routing.token_sample import TokenText
 
 SURE = 0.9  # of the tokens; the rest may lie where rounding decides between two experts
 

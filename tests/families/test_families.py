@@ -197,7 +197,7 @@ def test_coverage_of_a_tiny_mixtral_is_what_a_hand_counts(tmp_path):
     assert coverage.skipped == {"not part of an MoE block": 1}
     assert coverage.line() == (
         "mixtral: 2 MoE layers of 2 expected, 4 experts per layer, 9,376 of 9,504 parameters "
-        "understood (98.7%); "
+        "in MoE blocks (98.7%); "
         "1 tensors skipped: not part of an MoE block"
     )
 

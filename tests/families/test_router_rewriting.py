@@ -208,16 +208,15 @@ def test_a_pruned_table_leaves_kept_tokens_where_they_are_and_deals_the_others_e
 
 def test_tokens_of_experts_that_are_gone_are_dealt_in_turn_past_those_a_token_has():
     table_VK = torch.tensor([[0, 3], [3, 1], [3, 4], [2, 0], [4, 2], [3, 2]])
-    dealt = remap_hash_table(
-        table_VK, [(0,), (1,), (2,)], 5
-    )  # in turn: 0 is had already, so 1; 2; then 0 and 1; 2 is had, 0; 1
+    # in turn: 0 is had already, so 1; 2; then 0 and 1; 2 is had, 0; 1
+    dealt = remap_hash_table(table_VK, [(0,), (1,), (2,)])
     assert dealt.tolist() == [[0, 1], [2, 1], [0, 1], [2, 0], [0, 2], [1, 2]]
     assert dealt.dtype == torch.int64
 
 
 def test_a_group_has_the_tokens_of_all_its_members():
     table_VK = torch.tensor([[0, 3], [1, 2], [3, 2]])
-    assert remap_hash_table(table_VK, [(0, 3), (1,), (2,)], 4).tolist() == [[0, 0], [1, 2], [0, 2]]
+    assert remap_hash_table(table_VK, [(0, 3), (1,), (2,)]).tolist() == [[0, 0], [1, 2], [0, 2]]
 
 
 def test_a_width_that_happens_to_be_the_number_of_experts_is_not_taken_for_one(tmp_path: Path):

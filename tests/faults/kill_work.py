@@ -19,8 +19,8 @@ import transformers.models.mixtral.modeling_mixtral  # noqa: F401
 
 import moescope.compression.steps
 import moescope.intervention.steps
+import moescope.lab.cost
 import moescope.lab.evaluation
-import moescope.lab.overhead
 import moescope.lab.study_config
 import moescope.lab.study_statistics
 import moescope.lab.training

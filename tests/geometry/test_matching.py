@@ -18,7 +18,7 @@ from moescope.geometry.matching import (
     Rotation,
     match_neurons,
     matched_chance,
-    projection_matrix,
+    projections_of,
 )
 from moescope.types import ExpertWeights
 
@@ -155,7 +155,7 @@ def sampled_pair(
     matching = match_neurons(dominant, member, signed)
     found = {}
     for name in PROJECTIONS:
-        a, b = projection_matrix(dominant, name), projection_matrix(member, name)
+        a, b = projections_of(dominant)[name], projections_of(member)[name]
         factor_a, factor_b = polar_factor(a), polar_factor(b)
         matched = PolarFactor(matching.projection(name, factor_b.matrix), factor_b.rank)
         found[name] = (
@@ -169,7 +169,7 @@ def sampled_pair(
 
 def chance_of(dominant, member, signed=True, projections=PROJECTIONS, **more):
     factors = tuple(
-        {name: polar_factor(projection_matrix(expert, name)) for name in projections}
+        {name: polar_factor(projections_of(expert)[name]) for name in projections}
         for expert in (dominant, member)
     )
     return matched_chance(dominant, member, signed, projections, factors, **more)
@@ -206,7 +206,7 @@ def test_chance_of_uneven_neurons_is_what_independent_uneven_experts_give():
         dominant, member = uneven_expert(10 + seed, 256, 512), uneven_expert(100 + seed, 256, 512)
         matched = match_neurons(dominant, member).apply(member)
         for name in PROJECTIONS:
-            a, b = projection_matrix(dominant, name), projection_matrix(matched, name)
+            a, b = projections_of(dominant)[name], projections_of(matched)[name]
             found[name].append((distance(a, b).cosine, sv_alignment(polar_factor(a), polar_factor(b))))
     cosine, r = np.mean([np.mean(values, axis=0) for values in found.values()], axis=0)
     assert cosine < 0.066
@@ -219,7 +219,7 @@ def test_chance_of_uneven_neurons_is_what_independent_uneven_experts_give():
 @pytest.mark.parametrize("width", [64, 97])
 def test_a_rotation_keeps_norms_and_angles_and_forgets_directions(width):
     rows = torch.randn(400, width)
-    rotation = Rotation.draw(width, np.random.default_rng(0))
+    rotation = Rotation(width, np.random.default_rng(0))
     np.testing.assert_allclose((rotation(rows) @ rotation(rows).T), rows @ rows.T, atol=1e-3)
     matrix = rotation(torch.eye(width))
     # Entries of a Haar matrix have variance 1/d and, times sqrt d, a kurtosis of 3 d / (d + 2)

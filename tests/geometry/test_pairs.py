@@ -235,6 +235,8 @@ def test_means_have_the_chance_level_of_their_series():
             "expert_b": e,
             "relative_l2": 1.0,
             "sv_alignment": 0.0,
+            "norm_ratio": 1.0,
+            "matched": name == "x",
         }
         for name in ("x", "y")
         for e in range(3)
@@ -245,6 +247,8 @@ def test_means_have_the_chance_level_of_their_series():
     assert row_of(table, series="x")["null_l2_matched"] == chance["x"]["gate"].relative_l2
     assert row_of(table, series="y")["null_l2_matched"] == chance["y"]["gate"].relative_l2
     assert chance["x"]["gate"].relative_l2 < chance["y"]["gate"].relative_l2
+    assert row_of(table, series="x")["matched_l2"] == chance["x"]["gate"].relative_l2
+    assert np.isnan(row_of(table, series="y")["matched_l2"])  # it is compared in stored order
 
 
 def test_biased_experts_have_the_chance_level_of_unsigned_matching(base):

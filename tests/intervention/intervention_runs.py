@@ -8,7 +8,8 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from moescope.intervention.estimates import expert_effects, summarise
+from moescope.intervention.estimates import expert_effects, projections, summarise
+from moescope.intervention.predictors import predictor_tables
 from moescope.intervention.verb import VERB
 from moescope.run import Run, open_run
 
@@ -69,6 +70,7 @@ def sweep_tables(**sizes: int) -> dict[str, pd.DataFrame]:
         "interventions": interventions,
         "intervention_experts": experts,
         "intervention_documents": documents,
+        **predictor_tables({"intervention_experts": experts}),
     }
 
 
@@ -92,7 +94,8 @@ def projection_tables(beyond: float = 0.2, layers: int = 1, draws: int = 4) -> d
     made = frames(
         difference, tokens, {**plan.to_dict("list"), "name": "project_out", "change": "project_out"}
     )
-    return {"interventions": summarise(*made)}
+    interventions = summarise(*made)
+    return {"interventions": interventions, "projections": projections(interventions)}
 
 
 def top_k_tables() -> dict[str, pd.DataFrame]:
@@ -103,6 +106,18 @@ def top_k_tables() -> dict[str, pd.DataFrame]:
     noise = 0.1 * generator.standard_normal((4, 40)) * (effects != 0)
     plan = {"name": "top_k", "k": [1, 2, 3, 4], "change": [f"top_k k={k}" for k in (1, 2, 3, 4)]}
     return {"interventions": summarise(*frames(tokens * (effects + noise), tokens, plan, domain))}
+
+
+def single_tables(changes: int = 1, **plan: Any) -> dict[str, pd.DataFrame]:
+    """The tables of changes that stand alone, judged on 12 documents."""
+    generator, tokens = np.random.default_rng(1), np.full(12, 50.0)
+    difference = tokens * (0.1 + 0.02 * generator.standard_normal((changes, 12)))
+    plan = {
+        "name": "uniform_router",
+        "change": [f"layer={at} uniform_router" for at in range(changes)],
+        **plan,
+    }
+    return {"interventions": summarise(*frames(difference, tokens, plan))}
 
 
 def write_run(folder: Path, tables: dict[str, pd.DataFrame]) -> Run:

@@ -13,7 +13,7 @@ from moescope.errors import BadInput
 from moescope.execution.adapters import Block
 from moescope.execution.streamed import load_streamed
 from moescope.intervention.changes import INTERVENTIONS, Change, changed, check_changes, parse_change
-from moescope.intervention.router_changes import experts_per_token
+from moescope.intervention.kinds import experts_per_token
 
 # --- as text
 
@@ -36,7 +36,7 @@ def test_a_change_is_written_as_it_is_read():
         ("layer=0 expert=1", "names 0 interventions"),
         ("layer 0 expert 1 ablate", "layer has no number; write layer=3"),
         ("expert=1 ablate skip", "names 2 interventions"),
-        ("layer=x expert=1 ablate", "layer is 'x'; give numbers"),
+        ("layer=x expert=1 ablate", "layer 'x': cannot read 'x'"),
         ("layer=0 expert=1 ablate by=3", "ablate has no option 'by'"),
         ("layer=0 expert=1 bias by=much", "by is 'much'; give a number"),
         ("layer=0 expert=1 bias by=inf", "by is 'inf'; give a number"),

@@ -7,15 +7,17 @@ import pandas as pd
 import pytest
 from scipy import stats
 
-from intervention.intervention_runs import frames, lengths, planted_sweep
-from moescope.intervention.estimates import (
-    FEWEST,
-    expert_effects,
-    jackknife_ratio,
-    nearest_in_load,
-    summarise,
+from intervention.intervention_runs import (
+    frames,
+    lengths,
+    planted_sweep,
+    projection_tables,
+    sweep_tables,
+    top_k_tables,
 )
+from moescope.intervention.estimates import expert_effects, nearest_in_load, summarise
 from moescope.intervention.tables import ALL, TABLES
+from moescope.statistics import FEWEST_PAIRED, jackknife_ratio
 
 
 def test_for_documents_of_equal_length_the_interval_is_student_s():
@@ -93,8 +95,8 @@ def test_sums_are_divided_once_and_domains_stand_apart():
 
 def test_under_ten_documents_there_is_no_interval_and_no_p():
     plan = {"layer": 0, "expert": np.arange(5), "calibration_load": 0.2}
-    difference = np.random.default_rng(0).standard_normal((5, FEWEST))
-    for documents, known in ((FEWEST, True), (FEWEST - 1, False)):
+    difference = np.random.default_rng(0).standard_normal((5, FEWEST_PAIRED))
+    for documents, known in ((FEWEST_PAIRED, True), (FEWEST_PAIRED - 1, False)):
         tokens = np.full(documents, 9.0)
         found = summarise(*frames(difference[:, :documents], tokens, plan))
         for column in ("loss_difference_low", "excess_high", "p", "q"):
@@ -123,6 +125,57 @@ def test_a_projection_counts_against_the_kind_of_control_that_explains_it_best()
     single = summarise(*frames((effect[:, None] + noise) * tokens, tokens, plan))
     assert single.loc[0, "excess"] == pytest.approx(1.0, abs=0.1)
     assert np.isnan(single.loc[0, "p"]), "one draw says nothing about others"
+
+
+def test_standard_errors_are_those_of_equal_documents_and_their_intervals():
+    """Of documents of equal length the standard error is the mean's; an interval is t times as wide."""
+    generator, tokens = np.random.default_rng(3), np.full(24, 8.0)
+    difference = generator.standard_normal((5, 24))
+    plan = {"layer": 0, "expert": np.arange(5), "calibration_load": 0.2}
+    found = summarise(*frames(difference * 8, tokens, plan))
+    assert found["loss_difference_std"].tolist() == pytest.approx(stats.sem(difference, axis=1))
+    excess = difference - (difference.sum(0) - difference) / 4
+    assert found["excess_std"].tolist() == pytest.approx(stats.sem(excess, axis=1))
+    for name in ("loss_difference", "excess"):
+        half = (found[f"{name}_high"] - found[f"{name}_low"]) / 2
+        assert found[f"{name}_std"].tolist() == pytest.approx(half / stats.t.ppf(0.975, 23))
+    few = summarise(*frames(difference[:, :9], tokens[:9], plan))
+    assert few[["loss_difference_std", "excess_std"]].isna().all(axis=None)
+
+
+def test_a_projection_s_controls_are_their_mean_and_range():
+    found = projection_tables(layers=2)
+    rows = found["interventions"]
+    for row in found["projections"].itertuples():
+        draws = rows[(rows["layer"] == row.layer) & (rows["k"] == row.k) & (rows["role"] == row.role)]
+        effect = draws["loss_difference"]
+        assert row.loss_difference == pytest.approx(effect.mean())
+        own = row.role == "change"
+        ends = draws[["loss_difference_low", "loss_difference_high"]].iloc[0].tolist()
+        assert [row.loss_difference_low, row.loss_difference_high] == (
+            ends if own else [effect.min(), effect.max()]
+        )
+        assert np.isnan(row.draws) if own else row.draws == 4
+    assert len(found["projections"]) == 2 * 3 * 3
+
+
+def test_changes_are_labelled_and_chosen_for_figures():
+    sweep = sweep_tables()["interventions"]
+    assert set(sweep.query("layer == 1 and expert == 5")["label"]) == {"L1 E5"}
+    assert not sweep["single"].any(), "24 experts are no single changes"
+    most = sweep[sweep["domain"] != ALL].groupby("intervention")["excess"].max().nlargest(12)
+    shown = sweep[sweep["shown"]]
+    assert set(shown["intervention"]) == set(most.index)
+    assert ALL not in set(shown["domain"])
+    claimed = (sweep["q"] < 0.05) & (sweep["loss_difference_low"] > 0)
+    assert sweep["claimed"].tolist() == claimed.tolist()
+    assert sweep_tables(layers=2, experts=6)["interventions"]["single"].all(), "12 experts are"
+    projected, top = projection_tables()["interventions"], top_k_tables()["interventions"]
+    assert not projected["single"].any()
+    assert not top["single"].any()
+    assert set(top["label"]) == {f"top_k k={k}" for k in (1, 2, 3, 4)}
+    alone = summarise(*frames(np.ones((1, 12)), np.full(12, 9.0), {"name": "top_k", "k": 3}))
+    assert alone["single"].all(), "one k is no grid"
 
 
 def test_q_values_are_scipy_s_over_the_sweep():

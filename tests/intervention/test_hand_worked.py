@@ -20,9 +20,16 @@ from intervention.edited_models import blocks_of, logits_of, model_named
 from moescope.decoder.routers import ROUTERS
 from moescope.errors import BadInput
 from moescope.execution.adapters import Block, RouterReads
-from moescope.intervention.changes import INTERVENTIONS, Change, changed, check_changes, parse_change
-from moescope.intervention.expert_changes import mean_outputs, watching
-from moescope.intervention.router_changes import experts_taken
+from moescope.intervention.changes import (
+    INTERVENTIONS,
+    Change,
+    carried_out,
+    changed,
+    check_changes,
+    parse_change,
+)
+from moescope.intervention.editing import Edit
+from moescope.intervention.kinds import MeanOutputs
 
 GOLDEN = Path(__file__).parents[1] / "golden"
 
@@ -101,7 +108,7 @@ def decided(block: Block, x: Tensor, texts: list[str], **more) -> tuple[np.ndarr
     seen = []
     with (
         changed({block.layer: block}, [parse_change(text) for text in texts], **more),
-        watching([block], lambda block, decision: seen.append(decision)),
+        carried_out({0: Edit(block, see=lambda block, decision: seen.append(decision))}),
         torch.no_grad(),
     ):
         block.module(x)
@@ -136,10 +143,12 @@ def test_mean_puts_a_constant_times_the_gate_in_place_of_the_output(case):
 
 
 def test_mean_outputs_are_means_over_the_tokens_that_choose_the_expert(case):
-    means = mean_outputs(case.blocks, [(0, 3), (0, 1)], lambda: case.block.module(case.x))
+    outputs = MeanOutputs([(0, 3), (0, 1)])
+    with carried_out({0: Edit(case.block, see=outputs.see)}), torch.no_grad():
+        case.block.module(case.x)
     chosen = case.choice(case.logits())[0]
     for expert in (3, 1):
-        close(means[0, expert].numpy(), case.output(expert)[(chosen == expert).any(1)].mean(0))
+        close(outputs.means[0, expert].numpy(), case.output(expert)[(chosen == expert).any(1)].mean(0))
 
 
 def test_mean_is_calibrated_on_the_text_given_and_needs_some():
@@ -427,10 +436,25 @@ def test_permute_rows_gives_experts_the_rows_of_others(case):
     assert len(orders) > 8
 
 
+def experts_of_zeros(block) -> tuple[int, ...]:
+    """The experts of a token of zeros: logits all equal, or the router's bias."""
+    x_TD = torch.zeros(1, block.weight_ED.shape[1], dtype=block.weight_ED.dtype, device=block.device)
+    decisions = []
+    if block.decide_alone is not None:
+        decisions.append(block.decide_alone(RouterReads(x_TD)).decision)
+    else:
+        with (
+            carried_out({0: Edit(block, see=lambda block, decision: decisions.append(decision))}),
+            torch.no_grad(),
+        ):
+            block.module(x_TD[None])
+    return tuple(sorted(expert for expert in decisions[0].chosen_TK[0].tolist() if expert >= 0))
+
+
 @pytest.mark.parametrize(
     "name", ["mixtral", "gpt_oss", "deepseek_v3", "llama4_text", "lab top2", "lab loss_free"]
 )
-def test_zero_router_sends_every_token_to_the_experts_that_it_states(name):
+def test_zero_router_sends_every_token_to_the_experts_of_a_token_of_zeros(name):
     model = model_named(name)
     block = next(iter(blocks_of(model).values()))
     width = block.weight_ED.shape[1]
@@ -440,7 +464,7 @@ def test_zero_router_sends_every_token_to_the_experts_that_it_states(name):
             chosen = run_lab(model, token_ids(4, 60)).layers[0].chosen_TK.numpy()
     else:
         chosen = decided(block, x, ["zero_router"])[0]
-    assert {tuple(sorted(row)) for row in chosen.tolist()} == {experts_taken(block)}
+    assert {tuple(sorted(row)) for row in chosen.tolist()} == {experts_of_zeros(block)}
 
 
 # --- planted layers

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from pathlib import Path
+from unittest.mock import Mock
 
 import pandas as pd
 import pytest
@@ -103,6 +104,19 @@ def test_a_sweep_calls_as_many_layers_as_it_said_before(place, tmp_path, monkeyp
     calibration = calls.count(1) - batches * (1 + 4 + 1) - 1  # of layer 1: whole, layer 0's experts, moved
     assert len(calls) == cost["layer_calls"] + 3 * calibration
     assert 0 < calibration < batches
+
+
+def test_an_unfinished_run_of_another_version_is_one_line(place, tmp_path, monkeypatch):
+    """Versions before 2026-11 stored every change in a task of its own."""
+    out, options = tmp_path / "run", {"set": "layer=1 expert=2 ablate"}
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr("moescope.intervention.steps.finish", Mock(side_effect=KeyboardInterrupt))
+        intervene(place, out, **options)
+    (task,) = (out / "parts").glob("changes-*")
+    task.rename(task.with_name("change-000000"))
+    with pytest.raises(BadInput, match="another version; give another --out, or --overwrite"):
+        intervene(place, out, **options)
+    assert len(intervene(place, out, overwrite=True, **options).table("interventions"))
 
 
 def test_a_sweep_of_layers_makes_the_given_change_in_each(place, tmp_path):
@@ -270,8 +284,7 @@ def test_the_mean_output_is_that_of_calibration_documents(place, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "options",
-    [{"sweep": "experts", "layers": "0,2"}, {"sweep": "layers", "set": "project_out k=2"}],
+    "options", [{"sweep": "experts", "layers": "0,2"}, {"sweep": "layers", "set": "project_out k=2"}]
 )
 def test_a_streamed_model_gives_the_numbers_of_a_resident_one(place, tmp_path, options):
     runs = [intervene(place, tmp_path / way, execution=way, **options) for way in ("resident", "streamed")]

@@ -12,8 +12,9 @@ from compression.tiny_plans import traced
 from families.test_parity import KINDS
 from families.tiny_models import tiny_model
 from moescope.execution.documents import Document
+from moescope.execution.evaluation import Predictions, kl_divergence
 from moescope.intervention.changes import parse_change
-from moescope.intervention.passes import Passes, Predictions, divergence
+from moescope.intervention.passes import Passes
 
 QUICK = {"deepseek_v3", "gpt_oss", "jamba", "qwen3_next"}
 WITHOUT_HEAD = {"glm4v_moe_text", "qwen3_vl_moe_text", "nllb-moe", "switch_transformers"}
@@ -55,7 +56,7 @@ def test_an_ablation_is_what_transformers_gives_with_the_expert_s_output_weights
         edited.model.layers[1].mlp.experts.down_proj[2] = 0
     with Passes(traced(model), texts, 4) as passes:
         passes.run_untouched(1)
-        effect = passes.judge([parse_change("layer=1 expert=2 ablate")])
+        effect = passes.judge([[parse_change("layer=1 expert=2 ablate")]])[0]
     for place, document in enumerate(texts):
         after = torch.from_numpy(document.ids[1:])
         before, changed = (plain(each, document)[:-1] for each in (model, edited))
@@ -82,7 +83,7 @@ def test_an_untouched_suffix_gives_the_logits_of_the_whole_pass_bit_for_bit():
                 head = passes.run(number, 3, passes.final[number])
                 assert torch.equal(whole, suffix)
                 assert torch.equal(whole, head)
-            effect = passes.judge([parse_change(f"layer={first} expert=0 bias by=0")])
+            effect = passes.judge([[parse_change(f"layer={first} expert=0 bias by=0")]])[0]
             assert (effect.loss_D == passes.loss_D).all()
             assert not effect.kl_D.any()
             assert not effect.predictions_D.any()
@@ -103,7 +104,7 @@ def test_stored_states_are_exact_in_every_family(kind):
         for number in range(len(passes.batches)):
             suffix = passes.run(number, passes.first, passes.inputs[number])
             assert torch.equal(passes.run(number), suffix)
-        assert passes.judge([parse_change(f"layer={layer} expert=1 ablate")]).kl_D.sum() > 0
+        assert passes.judge([[parse_change(f"layer={layer} expert=1 ablate")]])[0].kl_D.sum() > 0
 
 
 def test_a_sweep_runs_the_prefix_once_and_per_expert_the_suffix_only():
@@ -113,14 +114,14 @@ def test_a_sweep_runs_the_prefix_once_and_per_expert_the_suffix_only():
         passes.run_untouched(1)
         assert passes.is_exact()  # layers 1 and 2 on one batch
         for expert in range(4):
-            passes.judge([parse_change(f"layer=1 expert={expert} ablate")])
+            passes.judge([[parse_change(f"layer=1 expert={expert} ablate")]])
         passes.move_to(2)
         for expert in range(4):
-            passes.judge([parse_change(f"layer=2 expert={expert} ablate")])
+            passes.judge([[parse_change(f"layer=2 expert={expert} ablate")]])
         n = len(passes.batches)
         # untouched once everywhere; layer 1 also to reach layer 2
         assert counts == [n, n * (1 + 4 + 1) + 1, n * (1 + 4 + 4) + 1]
-        assert passes.layer_calls == sum(counts) == passes.calls([1] * 4 + [2] * 4)[0]
+        assert sum(counts) == passes.calls([1] * 4 + [2] * 4)[0]
         assert passes.calls([1] * 4 + [2] * 4)[1] == n * 3 * 9
 
 
@@ -132,7 +133,7 @@ def test_stored_inputs_moved_to_a_later_layer_are_those_of_a_whole_pass():
         with Passes(traced(model), documents(), 4) as passes:
             passes.run_untouched(first)
             passes.move_to(2)
-            effects.append(passes.judge([change]))
+            effects.append(passes.judge([[change]])[0])
     for name in ("loss_D", "kl_D", "predictions_D"):
         assert (getattr(effects[0], name) == getattr(effects[1], name)).all()
 
@@ -145,7 +146,7 @@ def test_routing_is_counted_as_plain_hooks_see_it():
         edited.model.layers[1].mlp.experts.down_proj[2] = 0
     with Passes(traced(model), texts, 4) as passes:
         passes.run_untouched(1)
-        effect = passes.judge([parse_change("layer=1 expert=2 ablate")])
+        effect = passes.judge([[parse_change("layer=1 expert=2 ablate")]])[0]
     seen = {}
     for name, each in (("before", model), ("after", edited)):
         for layer in (1, 2):
@@ -177,7 +178,7 @@ def test_routing_is_counted_as_plain_hooks_see_it():
 def test_skipping_an_expert_leaves_it_without_load():
     with Passes(traced(tiny_model("mixtral").model), documents(), 4) as passes:
         passes.run_untouched(0)
-        facts = passes.judge([parse_change("layer=0 expert=1 skip")]).routing
+        facts = passes.judge([[parse_change("layer=0 expert=1 skip")]])[0].routing
     assert facts["load"] > 0
     assert facts["load_changed"] == 0
 
@@ -188,8 +189,10 @@ def test_divergence_is_scipy_s():
     generator = torch.Generator().manual_seed(0)
     before, after = (3 * torch.randn(9, 20, generator=generator) for _ in range(2))
     following = torch.arange(9)
-    first, second = Predictions.of(before), Predictions.of(after)
-    loss, kl, differs = second.loss(following), divergence(first, second), first.top_N != second.top_N
+    first, second = (
+        Predictions(logits, following, np.zeros(len(following), int)) for logits in (before, after)
+    )
+    loss, kl, differs = second.loss_N, kl_divergence(first, second), first.top_N != second.top_N
     p, q = (part.double().softmax(-1).numpy() for part in (before, after))
     assert kl.numpy() == pytest.approx([entropy(a, b) for a, b in zip(p, q, strict=True)], rel=1e-9)
     assert loss.numpy() == pytest.approx(-np.log(q[np.arange(9), np.arange(9)]), rel=1e-9)
@@ -219,7 +222,7 @@ def test_a_lab_model_with_its_own_decoder_is_judged_from_stored_states(router, t
     with Passes(model, documents(), 4) as passes:
         passes.run_untouched(layer)
         assert passes.is_exact()
-        effect = passes.judge([parse_change(f"layer={layer} expert=1 ablate")])
+        effect = passes.judge([[parse_change(f"layer={layer} expert=1 ablate")]])[0]
     with Passes(edited, documents(), 4) as whole:
         whole.run_untouched(0)
     assert effect.loss_D == pytest.approx(whole.loss_D, abs=1e-4)
@@ -243,7 +246,7 @@ def test_a_replaced_router_that_carries_a_state_is_judged_from_stored_states(lay
         for number in range(len(passes.batches)):
             suffix = passes.run(number, layer, passes.inputs[number])
             assert torch.equal(passes.run(number), suffix)
-        effect = passes.judge([parse_change(f"layer={layer} expert=1 ablate")])
+        effect = passes.judge([[parse_change(f"layer={layer} expert=1 ablate")]])[0]
     with torch.no_grad():
         model.model.layers[layer].mlp.experts.down_proj[1] = 0
     with Passes(traced(model), documents(), 4) as whole:

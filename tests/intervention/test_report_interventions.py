@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pandas as pd
 import pytest
 
-from intervention.intervention_runs import projection_tables, sweep_tables, top_k_tables, write_run
+from intervention.intervention_runs import (
+    projection_tables,
+    single_tables,
+    sweep_tables,
+    top_k_tables,
+    write_run,
+)
 from moescope.reporting.page import page_content
 from moescope.verb import Selection
 
@@ -22,15 +29,19 @@ def words_of(run) -> list[str]:
 def test_findings_name_the_planted_expert_its_domain_and_its_place(sweep):
     summary = sweep.verb.summary(sweep)
     overall, code, *others = summary.findings
-    assert "1 of 24 experts costs more" in overall
-    assert code.startswith("Domain code: layer 1, expert 5")
-    assert (code.place["layer"], code.place["expert"], code.place["tab"]) == (1, 5, "interventions")
+    assert "1 of 24; most layer 1, expert 5" in overall
+    assert code.startswith("Domain code needs layer 1, expert 5 most")
+    assert [(line.place["layer"], line.place["expert"]) for line in (overall, code)] == [(1, 5)] * 2
     effect = sweep.table("interventions").query("layer == 1 and expert == 5 and domain == 'code'").iloc[0]
     assert f"{effect['excess']:.3g} [{effect['excess_low']:.3g}, {effect['excess_high']:.3g}]" in code
     assert len(others) == 1, "prose and records share one sentence: no expert stands out"
+    assert "prose and records" in others[0]
     numbers = {key.name: key for key in summary.key_numbers}
     assert numbers["Experts above controls"].value == 1
     assert numbers["Loss of the untouched model"].value == pytest.approx(3.0)
+    assert numbers["Largest loss without one expert"].value == pytest.approx(
+        sweep.table("intervention_experts")["loss_difference"].max()
+    )
 
 
 def test_domains_with_few_documents_are_named_and_not_judged(tmp_path):
@@ -59,14 +70,55 @@ def test_an_expert_s_page_has_its_effect_by_domain(sweep):
     assert code[1] == pytest.approx(0.42, abs=0.03)
 
 
-def test_projections_are_told_with_their_controls(tmp_path):
+def test_projections_are_claimed_only_beyond_both_controls(tmp_path):
     run = write_run(tmp_path / "k", projection_tables(layers=2))
-    lines = words_of(run)
-    assert len(lines) == 2
-    assert all("random direction" in line and "random subspace" in line for line in lines)
-    many = write_run(tmp_path / "many", projection_tables(layers=5))
-    (line,) = words_of(many)
-    assert "15 of 15 layers and ks" in line
+    (line,) = words_of(run)
+    assert "6 of 6 layers and k" in line
+    best = run.table("interventions").query("role == 'change'").nlargest(1, "loss_difference").iloc[0]
+    assert f"layer {best['layer']:.0f}, k = {best['k']:.0f}: {best['loss_difference']:.3g} [" in line
+    (line,) = words_of(write_run(tmp_path / "none", projection_tables(beyond=0.0)))
+    assert "none of 3 layers and k" in line
+    (key,) = (key for key in run.verb.summary(run).key_numbers if key.name.startswith("Projections"))
+    assert (key.value, key.most) == (6, 6)
+
+
+def test_changes_without_a_test_are_told_with_their_effect(tmp_path):
+    tables = projection_tables()
+    tables["interventions"][["p", "q"]] = np.nan
+    (line,) = words_of(write_run(tmp_path / "run", tables))
+    assert line.endswith("not tested.")
+    first, second = words_of(write_run(tmp_path / "top", top_k_tables()))
+    assert "least loss with 3" in first
+    assert "with 1, 0.504" in second
+
+
+def test_a_single_change_is_told_with_what_is_known(tmp_path):
+    tables = single_tables(2)
+    first = words_of(write_run(tmp_path / "run", tables))[0]
+    row = tables["interventions"].nlargest(1, "loss_difference").iloc[0]
+    assert first.startswith(f"Effect of {row['change']}: loss 3 changes by {row['loss_difference']:.3g} [")
+    assert first.endswith(f"KL divergence {row['kl']:.3g} [{row['kl_low']:.3g}, {row['kl_high']:.3g}].")
+    rows = tables["interventions"]
+    rows[[name for name in rows if name.endswith(("_low", "_high", "_std", "choices_changed"))]] = np.nan
+    for line in words_of(write_run(tmp_path / "few", tables)):
+        assert "undefined" not in line
+
+
+def test_a_run_without_the_newer_columns_claims_nothing(tmp_path):
+    tables = sweep_tables()
+    for name, rows in tables.items():
+        tables[name] = rows.drop(columns=["claimed", "label", "single", "shown"], errors="ignore")
+    old = {name: rows for name, rows in tables.items() if name not in ("expert_scores", "predictors")}
+    run = write_run(tmp_path / "run", old)
+    assert words_of(run) == []
+    assert [key.name for key in run.verb.summary(run).key_numbers] == [
+        "Loss of the untouched model",
+        "Largest loss without one expert",
+    ]
+    assert run.verb.measures(run)[0].frame["beyond"].isna().all()
+    (section,) = run.verb.joint([run])
+    names = [spec.name for spec, _ in section.figures]
+    assert names == ["effect_predictors", "effect_against"], "computed from the effects"
 
 
 def test_continuations_stand_side_by_side_and_say_where_they_part(tmp_path):

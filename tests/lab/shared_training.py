@@ -21,8 +21,7 @@ from moescope.decoder.ranks import Ranks, process_group
 from moescope.decoder.vocabulary import Bytes
 from moescope.lab.batches import TokenRows
 from moescope.lab.config import LabConfig, with_router
-from moescope.lab.training import Data, FiniteWatch, Training
-from moescope.lab.training_state import load_state, local_part
+from moescope.lab.training import Data, FiniteWatch, Training, load_state
 from moescope.routing.monitor import LoopMonitor
 from moescope.run import Run
 from moescope.verbs import load_verb
@@ -68,7 +67,6 @@ class Case:
     micro_batches: int = 1
     model: dict[str, Any] = field(default_factory=dict)
     control: bool = False  # whether it is trained by ranks that look at their own rows alone, too
-    parallel: str = "ddp"
 
 
 PADDED = "documents"
@@ -111,13 +109,8 @@ CASES = {
         FROZEN,
         control=True,
     ),
-    "top2, padded, micro-batches, fsdp": Case(
-        "top2", {}, PADDED, 2, {"tie_embeddings": True}, parallel="fsdp"
-    ),
-    "spectra, padded, micro-batches, fsdp": Case("spectra", {}, PADDED, 2, parallel="fsdp"),
-    "some, frozen experts, fsdp": Case(
-        "some", {}, model={**FROZEN, "frozen_dtype": "bfloat16", "experts": 5}, parallel="fsdp"
-    ),
+    "top2, tied embeddings, padded, micro-batches": Case("top2", {}, PADDED, 2, {"tie_embeddings": True}),
+    "some, frozen experts": Case("some", {}, model={**FROZEN, "frozen_dtype": "bfloat16", "experts": 5}),
 }
 
 
@@ -159,8 +152,8 @@ def texts() -> dict[str, list[str]]:
 def config_of(case: Case) -> LabConfig:
     config = with_router(TINY, case.router)
     model = replace(config.model, router_options=case.options, **case.model)
-    shared = {"micro_batches": case.micro_batches, "parallel": case.parallel}
-    train = replace(config.train, steps=STEPS, checkpoint_every=3, evaluate_every=3, **shared)
+    rhythm = {"steps": STEPS, "checkpoint_every": 3, "evaluate_every": 3}
+    train = replace(config.train, micro_batches=case.micro_batches, **rhythm)
     return replace(config, model=model, train=train)
 
 
@@ -188,20 +181,7 @@ def curve(case: Case, ranks: Ranks, own_rows_alone: bool = False) -> list[list[f
     watch.close()
     steps = ranks.sum(torch.stack(training.logged).double()).tolist()
     learned = [tensor for router in training.model.routers for tensor in router.state_dict().values()]
-    if case.parallel == "fsdp":
-        assert all((0.3 < share < 0.7) == (ranks.world == 2) for share in shares(training))
     return [*steps, [float(tensor.double().square().sum()) for tensor in learned]]
-
-
-def shares(training: Training) -> list[float]:
-    """What this rank holds of an attention's weights and of the optimiser's moments of them.
-
-    Or of frozen experts.
-    """
-    block = training.model.blocks[1]
-    weight, experts = block.self_attn.o_proj.weight, next(block.mlp.experts.parameters())
-    held = training.optimiser.state[experts]["exp_avg"] if experts.requires_grad else experts
-    return [local_part(tensor).numel() / tensor.numel() for tensor in (weight, held)]
 
 
 # --- a whole training, with its Monitor, evaluations and checkpoints
@@ -247,7 +227,7 @@ WHOLE = {
         "spectra", {"evaluation": "published"}
     ),  # Sinkhorn in evaluation, too, which the first rank does alone
     "top2, padded": Case("top2", {"capacity_factor": 0.9}, PADDED, 2),
-    "spectra, fsdp": Case("spectra", micro_batches=2, parallel="fsdp"),
+    "spectra, micro-batches": Case("spectra", micro_batches=2),
 }
 
 

@@ -24,10 +24,7 @@ BASE = {
     "train": {"steps": 300, "batch_size": 16, "sequence_length": 128},
 }
 
-ROUTING = (
-    *("study_layers", "study_loads", "study_usage"),
-    *("study_experts", "study_mixed", "study_spans"),
-)
+ROUTING = ("study_layers", "study_loads", "study_usage")
 
 Arm = dict[str, Any]
 
@@ -138,44 +135,11 @@ def routing_tables(arm: Arm, keys: dict[str, Any], generator: np.random.Generato
                 {**one, "domain": domain, "tokens": round(share * loads[expert])}
                 for domain, share in (("code", 4000), ("prose", 2000))
             ]
-            x, y = generator.standard_normal(2)
-            quota = {"before_quota": loads[expert], "after_quota": min(loads[expert], 1.25 / n)}
-            found["study_experts"].append(
-                {**one, "x": x, "y": y, "variance_share": 0.4, **(quota if shift else {})}
-            )
         for step in range(0, 301, 50):
             shares = generator.dirichlet(np.full(n, 8.0) if step <= 100 else 2000 * loads)
             found["study_usage"] += [
                 {**place, "step": step, "expert": expert, "share": share}
                 for expert, share in enumerate(shares)
-            ]
-    for document in range(4):
-        lost = 0.1 + 0.05 * generator.standard_normal()
-        found["study_mixed"].append(
-            {
-                **keys,
-                "document": document,
-                "first_domain": "code",
-                "domain": "prose",
-                "tokens": 64,
-                **{"loss_own": 2.4, "loss_same": 2.5, "loss_other": 2.5 + lost},
-                **{"entropy_own": 1.5, "entropy_same": 1.5, "entropy_other": 1.6},
-                **{"kept_same": 0.9, "kept_other": 0.8},
-            }
-        )
-        for first in range(0, 128, 16):
-            span = {
-                "document": document,
-                "first": first,
-                "last": first + 15,
-                "layer": 1,
-                "layer_name": "layers.1.mlp",
-                "domain": "code" if first < 64 else "prose",
-                "text": "def f(x): return" if first < 64 else "once upon a time there was a small",
-            }
-            found["study_spans"] += [
-                {**keys, **span, "expert": (expert + first) % n, "share": share}
-                for expert, share in ((0, 0.4), (1, 0.2))
             ]
     return found
 

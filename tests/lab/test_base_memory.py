@@ -16,10 +16,9 @@ from moescope.checkpoint import open_checkpoint
 from moescope.errors import BadInput
 from moescope.execution import models
 from moescope.lab import cost, tuning
-from moescope.lab.base_memory import base_size
-from moescope.lab.existing import BaseConfig
+from moescope.lab.config import BaseConfig
+from moescope.lab.existing import base_size, upcycle
 from moescope.lab.train import size_lines
-from moescope.lab.upcycling import upcycle
 
 
 @pytest.fixture
@@ -28,10 +27,10 @@ def here(tmp_path, monkeypatch):
     return tmp_path
 
 
-def held_bytes(folder, trained, chosen):
+def held_bytes(folder, trained):
     """Bytes of weights, gradients and moments after one step of the model on disk."""
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    tuning.choose_trained(model, trained, chosen)
+    tuning.choose_trained(model, trained)
     weights = [weight for weight in model.parameters() if weight.requires_grad]
     optimiser = torch.optim.AdamW(weights)
     model(ids(), labels=ids()).loss.backward()
@@ -42,15 +41,12 @@ def held_bytes(folder, trained, chosen):
 
 
 @pytest.mark.parametrize("family", SPARSE)
-@pytest.mark.parametrize("trained", ["routers", "routers+experts", "experts", "everything"])
+@pytest.mark.parametrize("trained", ["routers", "routers+experts", "everything"])
 def test_the_memory_is_what_the_model_and_adamw_hold_after_a_step(family, trained, here):
     base = saved(family, here / "base")
-    chosen = {1: [2], 2: []} if family == "deepseek_v3" else {1: [2]}
-    (here / "list.json").write_text(json.dumps({"experts": chosen}))
-    config = BaseConfig(trained=trained, expert_list="list.json" if trained == "experts" else "")
-    size = base_size(open_checkpoint(str(base)), config)
+    size = base_size(open_checkpoint(str(base)), BaseConfig(trained=trained))
     # all but 16 numbers: DeepSeek-V3's correction biases have no moments
-    assert 0 <= size.memory - held_bytes(base, trained, chosen) <= 12 * 16
+    assert 0 <= size.memory - held_bytes(base, trained) <= 12 * 16
 
 
 def test_the_memory_of_a_dense_base_is_that_of_its_copies(here):
@@ -58,13 +54,13 @@ def test_the_memory_of_a_dense_base_is_that_of_its_copies(here):
     size = base_size(open_checkpoint(str(base)), BaseConfig(trained="routers+experts", experts=3))
     upcycle(open_checkpoint(str(base)), here / "moe", experts=3, top_k=2)
     new_routers = 2 * 3 * 32
-    assert size.memory == held_bytes(here / "moe", "routers+experts", {}) - 16 * new_routers
+    assert size.memory == held_bytes(here / "moe", "routers+experts") - 16 * new_routers
 
 
 def test_a_training_that_does_not_fit_is_rejected_before_anything_is_loaded(here, monkeypatch):
     base = saved("mixtral", here / "base")
     monkeypatch.setattr(models, "load_weights", None)
-    needed = held_bytes(base, "routers+experts", {})
+    needed = held_bytes(base, "routers+experts")
     monkeypatch.setattr(cost, "memory_of", lambda device: needed - 1)
     with pytest.raises(BadInput, match=r"needs at least .* GB of memory"):
         moescope.train(settings(trained="routers+experts"), base=base, out=here / "run", quiet=True)
@@ -82,15 +78,6 @@ def test_the_memory_is_one_line_on_stderr_and_quiet_prints_nothing(here, capfd):
     lines = capfd.readouterr().err.splitlines()
     assert sum(line.startswith("memory: at least") for line in lines) == 1
     assert not any("shards" in line for line in lines)
-
-
-def test_a_list_of_experts_for_a_dense_base_is_rejected(here):
-    base = saved("llama", here / "base")
-    (here / "list.json").write_text(json.dumps({"experts": {"0": [1]}}))
-    config = settings(trained="experts", expert_list="list.json")
-    with pytest.raises(BadInput, match="is dense"):
-        moescope.train(config, base=base, out=here / "run", quiet=True)
-    assert not (here / "run").exists()
 
 
 @pytest.mark.parametrize("router", ["kept", "spectra"])

@@ -24,13 +24,13 @@ from moescope.lab.config import (
     config_from,
     epochs_to_steps,
     preset_config,
-    read_config,
+    read_toml,
+    settle_existing,
     with_router,
 )
 from moescope.lab.cost import training_bytes
-from moescope.lab.existing import existing_config
 from moescope.lab.study import plan_study
-from moescope.lab.train import window_length
+from moescope.lab.training import window_length
 
 
 def test_every_preset_can_be_built_and_survives_json():
@@ -73,7 +73,7 @@ def test_a_file_is_laid_over_the_preset_it_names(tmp_path):
     path.write_text(
         'preset = "small"\n[model]\nlayers = 2\n[train]\nlearning_rate = 1\n[data.domains]\ncode = "src"\n'
     )
-    config = read_config(path)
+    config = config_from(read_toml(path), where=str(path))
     assert config.model == replace(PRESETS["small"].model, layers=2)
     assert config.train.learning_rate == 1.0
     assert isinstance(config.train.learning_rate, float)
@@ -83,7 +83,7 @@ def test_a_file_is_laid_over_the_preset_it_names(tmp_path):
 def test_a_base_that_is_handed_in_goes_before_the_file_s_preset(tmp_path):
     path = tmp_path / "config.toml"
     path.write_text('preset = "small"\n')
-    assert read_config(path, base=PRESETS["nano"]) == PRESETS["nano"]
+    assert config_from(read_toml(path), PRESETS["nano"]) == PRESETS["nano"]
 
 
 @pytest.mark.parametrize(
@@ -114,7 +114,7 @@ def test_a_base_that_is_handed_in_goes_before_the_file_s_preset(tmp_path):
         ("[model]\nrouter = 'top3'", "unknown router 'top3'; known: switch_top1, top2"),
         ("[model]\nblock = 'post'", "unknown block 'post'; known: modern, some"),
         ("[model]\nexpert_init = 'big'", "unknown expert_init 'big'"),
-        ("[train]\nparallel = 'zero'", "unknown parallel 'zero'; known: ddp, fsdp"),
+        ("[train]\nparallel = 'fsdp'", "[train] parallel was removed: processes"),
         ("[train]\ndtype = 'fp8'", "unknown dtype 'fp8'; known: float32, bfloat16"),
         ("[model]\nlayers = 0", "[model] layers must be more than 0, not 0"),
         ("[train]\nlearning_rate = nan", "[train] learning_rate must be more than 0, not nan"),
@@ -145,7 +145,7 @@ def test_what_cannot_be_used_is_refused_in_one_line_that_names_it(tmp_path, text
     path = tmp_path / "config.toml"
     path.write_text(text)
     with pytest.raises(BadInput) as caught:
-        read_config(path)
+        config_from(read_toml(path), where=str(path))
     assert message in str(caught.value)
     assert "\n" not in str(caught.value)
 
@@ -203,7 +203,7 @@ def test_numbers_that_are_no_floats_are_rejected(tmp_path):
     for digits, message in ((400, "learning_rate is too large"), (5000, "is not valid TOML")):
         path.write_text(f"[train]\nlearning_rate = {'9' * digits}")
         with pytest.raises(BadInput, match=message):
-            read_config(path)
+            config_from(read_toml(path), where=str(path))
 
 
 def test_what_the_presets_need_is_estimated_from_weights_and_moments():
@@ -215,7 +215,7 @@ def test_what_the_presets_need_is_estimated_from_weights_and_moments():
 
 def test_a_file_that_is_not_there_is_named(tmp_path):
     with pytest.raises(BadInput, match=r"none\.toml: No such file"):
-        read_config(tmp_path / "none.toml")
+        read_toml(tmp_path / "none.toml")
 
 
 def test_an_unknown_preset_lists_the_known():
@@ -247,7 +247,7 @@ def test_an_unknown_option_that_names_a_key_of_the_config_says_where_it_is_set(m
         assert tables, line
         for table, key in tables:  # what the line says is accepted
             config = {table: {key: value}}
-            made = existing_config(config, None, None) if table == "base" else config_from(config)
+            made = settle_existing(config, None, None) if table == "base" else config_from(config)
             assert getattr(getattr(made, table), key) == value
     for words in (["--stepz", "3"], ["--seed"]):  # no key; a key that is an option too
         monkeypatch.setattr(sys, "argv", ["moescope", "train", *words])

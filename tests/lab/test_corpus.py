@@ -105,27 +105,24 @@ def test_hardly_a_passage_of_validation_is_read_in_training():
 
 def test_equal_texts_are_never_on_both_sides():
     texts = [f"text {i % 20}" for i in range(100)]
-    corpus = corpus_of({"a": lambda: texts}, 0.4)
+    corpus = corpus_of({"a": texts}, 0.4)
     assert not set(corpus.train["a"]) & set(corpus.validation["a"])
     assert len(corpus.train["a"]) + len(corpus.validation["a"]) == 100
 
 
 def test_the_order_of_files_changes_nothing():
     texts = [f"text {i}" for i in range(50)]
-    assert corpus_of({"a": lambda: texts}) == corpus_of({"a": lambda: reversed(texts)})
+    assert corpus_of({"a": texts}) == corpus_of({"a": reversed(texts)})
 
 
 def test_identity_changes_with_one_letter():
     texts = [f"text {i}" for i in range(50)]
-    assert (
-        corpus_of({"a": lambda: texts}).identity
-        != corpus_of({"a": lambda: [*texts[:-1], "text 4x"]}).identity
-    )
+    assert corpus_of({"a": texts}).identity != corpus_of({"a": [*texts[:-1], "text 4x"]}).identity
 
 
 def test_a_domain_of_one_text_is_cut_at_a_line_near_its_end():
     text = "".join(f"line {i}\n" for i in range(100))
-    corpus = corpus_of({"a": lambda: [text]}, 0.1)
+    corpus = corpus_of({"a": [text]}, 0.1)
     assert corpus.train["a"][0] + corpus.validation["a"][0] == text
     assert corpus.train["a"][0].endswith("\n")
     assert 0.08 < len(corpus.validation["a"][0]) / len(text) < 0.13
@@ -134,7 +131,7 @@ def test_a_domain_of_one_text_is_cut_at_a_line_near_its_end():
 @pytest.mark.parametrize("texts", [[], ["  \n"], ["x"]])
 def test_a_domain_without_enough_text_is_refused_by_name(texts: list[str]):
     with pytest.raises(BadInput, match="'empty'"):
-        corpus_of({"empty": lambda: texts})
+        corpus_of({"empty": texts})
 
 
 def test_arithmetic_is_right():

@@ -10,8 +10,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from decoder.tiny_lab import text, tiny
-from moescope.decoder.experts import looped_product
-from moescope.decoder.model import LabModel
+from moescope.decoder.model import LabModel, looped_product
 from moescope.decoder.routers import ROUTERS
 from moescope.lab.cost import FlopCount, active_parameters, flops_per_token, router_flops
 

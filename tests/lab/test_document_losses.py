@@ -14,13 +14,13 @@ from lab.tiny_training import TINY
 from moescope.decoder.model import LabModel
 from moescope.decoder.vocabulary import Bytes
 from moescope.lab.evaluation import (
-    FEWEST,
     DocumentSample,
     document_losses,
     evaluation_noise,
     mean_loss,
     spread,
 )
+from moescope.statistics import FEWEST_DOCUMENTS
 
 
 def test_a_document_s_loss_is_the_mean_over_its_stretches_read_one_by_one():
@@ -86,5 +86,5 @@ def test_long_documents_weigh_more():
 
 
 def test_few_documents_have_no_interval():
-    assert evaluation_noise(documents(np.arange(FEWEST - 1.0))) is None
-    assert evaluation_noise(documents(np.arange(FEWEST + 0.0))) is not None
+    assert evaluation_noise(documents(np.arange(FEWEST_DOCUMENTS - 1.0))) is None
+    assert evaluation_noise(documents(np.arange(FEWEST_DOCUMENTS + 0.0))) is not None

@@ -25,9 +25,10 @@ from moescope.execution.capture import Capture
 from moescope.execution.models import load_model
 from moescope.execution.replaced import replace_routers
 from moescope.lab import tuning
-from moescope.lab.existing import chosen_by_layer, compared_losses, existing_config
-from moescope.lab.figures_training import base_losses
+from moescope.lab.config import settle_existing
+from moescope.lab.figures import BASE_LOSSES
 from moescope.lab.train import size_lines
+from moescope.lab.tuning import chosen_by_layer, compared_losses
 
 TRAIN = {
     "steps": 4,
@@ -80,6 +81,8 @@ def test_a_dry_run_is_about_the_base_and_writes_nothing(here, family):
     padded = {**settings(), "data": {**DATA, "layout": "padded"}}
     with pytest.raises(BadInput, match="'padded' is for models of the lab"):
         moescope.count_parameters(padded, base=base)
+    with pytest.raises(BadInput, match=r"\[train\] must be a table, not 3"):
+        moescope.count_parameters({"train": 3}, base=base)
 
 
 @pytest.mark.parametrize("family", ["mixtral", "deepseek_v3"])
@@ -95,53 +98,6 @@ def test_training_routers_changes_no_other_tensor(family, here):
     assert run.info["parameters_trainable"] == layers * SPARSE[family].hidden_size * (
         4 if family == "mixtral" else 8
     )
-
-
-def test_only_listed_experts_change_bit_for_bit(here):
-    base = saved("mixtral", here / "base")
-    (here / "list.json").write_text(json.dumps({"experts": {"0": [1, 3], "1": []}}))
-    moescope.train(
-        settings(trained="experts", expert_list="list.json"), base=base, out=here / "run", quiet=True
-    )
-    changed = changed_names(tensors(base), tensors(here / "run" / "model"))
-    parts = ("w1", "w2", "w3")
-    wanted = {f"model.layers.0.block_sparse_moe.experts.{e}.{w}.weight" for e in (1, 3) for w in parts}
-    assert changed == wanted
-
-
-def test_the_masked_update_is_adamw_on_the_chosen_experts_alone():
-    torch.manual_seed(0)
-    whole = torch.nn.Parameter(torch.randn(5, 3, 4))
-    part = torch.nn.Parameter(whole.detach()[[1, 4]].clone())
-    before = whole.detach().clone()
-    rows = torch.tensor([False, True, False, False, True])
-    chosen = tuning.ChosenRows(whole, rows)
-    tuning.mask_gradients([chosen])
-    ours = torch.optim.AdamW([whole], lr=0.01, weight_decay=0.3)
-    tuning.mask_updates(ours, [chosen])
-    theirs = torch.optim.AdamW([part], lr=0.01, weight_decay=0.3)
-    for step in range(6):
-        target = torch.randn(5, 3, 4, generator=torch.Generator().manual_seed(step))
-        for weight, goal, optimiser in ((whole, target, ours), (part, target[[1, 4]], theirs)):
-            optimiser.zero_grad()
-            ((weight - goal) ** 2).sum().backward()
-            optimiser.step()
-    assert torch.equal(whole[~rows], before[~rows])
-    assert torch.allclose(whole[rows], part, atol=1e-7)
-    assert not torch.allclose(whole[rows], before[rows], atol=1e-3)
-
-
-def test_a_list_of_all_experts_is_trained_as_by_adamw_without_a_mask(here, monkeypatch):
-    base = saved("mixtral", here / "base")
-    (here / "list.json").write_text(json.dumps({"experts": {"0": [0, 1, 2, 3], "1": [0, 1, 2, 3]}}))
-    config = settings(trained="experts", expert_list="list.json", learning_rate=0.03, weight_decay=1.0)
-    moescope.train(config, base=base, out=here / "masked", quiet=True)
-    monkeypatch.setattr(tuning, "mask_updates", lambda *_: None)
-    moescope.train(config, base=base, out=here / "plain", quiet=True)
-    masked, plain = (tensors(here / name / "model") for name in ("masked", "plain"))
-    assert changed_names(tensors(base), plain)
-    for name, wanted in plain.items():
-        assert torch.allclose(masked[name], wanted, atol=1e-6), name
 
 
 def test_the_balance_loss_reaches_the_routers_through_the_model_s_loss():
@@ -190,10 +146,10 @@ def test_fused_experts_of_fp32_weights_compute_in_bf16_within_autocast(family):
 
 def trainer_of(model, tmp_path, micro):
     arguments = tuning.training_arguments(
-        existing_config(settings(), None, None).train, tmp_path / "trainer", "cpu", 1
+        settle_existing(settings(), None, None).train, tmp_path / "trainer", "cpu", 1
     )
     arguments.gradient_accumulation_steps = micro
-    return tuning.make_trainer(model, arguments, None, [])
+    return tuning.make_trainer(model, arguments, None)
 
 
 @pytest.mark.parametrize("micro", [1, 4])
@@ -243,7 +199,7 @@ def test_one_process_trains_on_one_gpu_where_there_are_more(tmp_path, monkeypatc
             return torch.device("cpu")
 
     monkeypatch.setattr(tuning, "TrainingArguments", FourGpus)
-    train = existing_config(settings(), None, None).train
+    train = settle_existing(settings(), None, None).train
     assert tuning.training_arguments(train, tmp_path / "trainer", "cpu", 1).n_gpu == 1
 
 
@@ -358,7 +314,8 @@ def test_a_dense_model_is_upcycled_trained_and_compared_with_the_dense_control(f
     assert rows[("trained", "")] < -1e-3
     assert rows[("dense, trained on", "")] < -1e-3
     drawn = {
-        trace["name"]: trace["x"] for trace in base_losses({"base_losses": run.table("base_losses")}).data
+        trace["name"]: trace["x"]
+        for trace in BASE_LOSSES.draw({"base_losses": run.table("base_losses")}).data
     }
     for name in ("upcycled", "trained", "dense, trained on"):
         np.testing.assert_array_equal(drawn[name], rows[name])
@@ -403,13 +360,11 @@ def test_a_dense_base_has_no_old_router_and_both_held_out_losses_name_their_text
     "changes",
     [
         {"trained": "everything", "router": "loss_free"},
-        {"trained": "experts", "expert_list": "list.json"},
-        pytest.param({"trained": "everything", "lora": 2}, marks=pytest.mark.slow),
+        {"trained": "routers+experts"},
     ],
 )
 def test_an_interrupted_training_ends_with_the_same_numbers(changes, here, monkeypatch):
     base = saved("mixtral", here / "base")
-    (here / "list.json").write_text(json.dumps({"experts": {"0": [1], "1": [0, 2]}}))
     config = settings(**changes, steps=5)
     whole = moescope.train(config, base=base, out=here / "whole", quiet=True)
 
@@ -501,7 +456,9 @@ def test_differences_are_paired_and_weighted_by_tokens():
     ("change", "said"),
     [
         ({"trained": "attention"}, "unknown trained 'attention'"),
-        ({"trained": "experts"}, "belong together"),
+        ({"trained": "experts"}, "unknown trained 'experts'"),
+        ({"lora": 8}, r"\[base\] lora was removed"),
+        ({"expert_list": "list.json"}, r"\[base\] expert_list was removed"),
         ({"router": "dense"}, "no experts to choose from"),
         ({"router_options": {"z": 0.1}}, "name it with"),
         ({"balance": -1.0}, "balance must be 0 or more"),
@@ -517,24 +474,6 @@ def test_bad_settings_are_one_line_and_leave_nothing(change, said, here):
     base = saved("mixtral", here / "base")
     with pytest.raises(BadInput, match=said):
         moescope.train(settings(**change), base=base, out=here / "run", quiet=True)
-    assert not (here / "run").exists()
-
-
-@pytest.mark.parametrize(
-    ("content", "said"),
-    [
-        ("[1, 2]", "not a list of experts"),
-        ('{"experts": {"7": [1]}}', "layer 7 has no experts"),
-        ('{"experts": {"0": [4]}}', "layer 0 has 4 experts, no expert 4"),
-        ('{"experts": {"0": []}}', "names no expert"),
-    ],
-)
-def test_a_bad_list_of_experts_is_one_line(content, said, here):
-    base = saved("mixtral", here / "base")
-    (here / "list.json").write_text(content)
-    config = settings(trained="experts", expert_list="list.json")
-    with pytest.raises(BadInput, match=said):
-        moescope.train(config, base=base, out=here / "run", quiet=True)
     assert not (here / "run").exists()
 
 

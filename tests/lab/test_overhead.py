@@ -14,7 +14,7 @@ from decoder.routers.builders import small_config
 from moescope.decoder.model import MoE
 from moescope.decoder.routers import ROUTERS, router_class
 from moescope.errors import BadInput
-from moescope.lab.overhead import Clock, overhead, parts_of
+from moescope.lab.cost import Clock, overhead, parts_of
 from moescope.lab.tables import TABLES
 from moescope.tables import conform
 
@@ -79,7 +79,7 @@ def test_of_a_router_that_names_its_parts_nothing_is_counted_twice(rows):
 
 
 def test_measuring_leaves_the_modules_methods_alone():
-    from moescope.lab.overhead import counting, watching
+    from moescope.lab.cost import counting, watching
 
     block = MoE(config_of("some"), 0, None)
     parts = parts_of(block)

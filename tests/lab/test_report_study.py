@@ -13,15 +13,7 @@ from playwright.sync_api import expect
 
 from lab.study_runs import more_arms, router_arms, study_run
 from moescope.errors import BadInput
-from moescope.lab.report_study import (
-    arm_means,
-    axis_frames,
-    balance_table,
-    cost_table,
-    of_question,
-    stability_table,
-    study_tables,
-)
+from moescope.lab.report_study import settings, study_tables
 from moescope.lab.tables import TABLES
 from moescope.reporting.page import page_content
 from moescope.reporting.verb import report
@@ -58,8 +50,8 @@ def sections(run: Run) -> list[Section]:
 def test_a_claim_names_difference_interval_p_arms_and_seeds(run: Run):
     row = run.table("study_comparisons").query("question == 'main' and arm == 'loss_free'").iloc[0]
     assert findings(run)[0] == (
-        f"loss_free is {-row['difference']:.3g} nats per token better than top2 (95 % "
-        f"−{-row['difference_low']:.3g} to −{-row['difference_high']:.3g}; Holm-corrected for 3 arms: "
+        f"loss_free minus top2 = −{-row['difference']:.3g} [−{-row['difference_low']:.3g}, "
+        f"−{-row['difference_high']:.3g}] nats per token: better (Holm-corrected for 3 arms: "
         f"p {row['p_adjusted']:.2g}; 5 seeds)."
     )
 
@@ -74,7 +66,7 @@ def test_an_arm_that_cannot_be_told_comes_with_the_difference_that_would_have_be
 def test_no_arm_is_said_where_none_differs(tmp_path: Path):
     arms = [{**arm, "shift": 0.0} for arm in router_arms()]
     (said,) = findings(study_run(tmp_path / "run", arms=arms, seed=3))
-    assert said.startswith("Not distinguishable from top2 with 5 seeds: loss_free, spectra, ")
+    assert said.startswith("Not distinguishable from top2 with 5 seeds: ")
 
 
 def test_arms_that_agree_in_every_seed_are_told_without_a_detectable_difference(tmp_path: Path):
@@ -95,10 +87,8 @@ def test_an_arm_with_a_failed_seed_says_on_how_many_it_was_compared(run: Run):
 
 
 def test_ablations_are_told_against_their_own_reference(run: Run):
-    assert any(
-        said.startswith("Ablation: spectra-GRU is") and "worse than spectra (" in said
-        for said in findings(run)
-    )
+    start = "Ablation: spectra-GRU minus spectra = "
+    assert any(said.startswith(start) and "nats per token: worse" in said for said in findings(run))
 
 
 def test_a_sweep_says_how_many_settings_reach_the_load_that_is_aimed_at(run: Run):
@@ -118,7 +108,7 @@ def test_one_seed_is_told_without_an_interval(tmp_path: Path):
     run = study_run(tmp_path / "run", seeds=1)
     (said,) = findings(run)
     assert said.startswith("1 seed: too few")
-    assert "95 %" not in said
+    assert "[" not in said
     (training,) = [
         tab for tab in json.loads(page_content([run])["data"])["tabs"] if tab["name"] == "training"
     ]
@@ -143,10 +133,10 @@ def test_every_question_has_a_section_then_course_balance_and_cost(run: Run):
     questions = ["question-main", "question-ablation", "question-sweep", "question-scaling"]
     assert [section.anchor for section in found] == ["overview", *questions, "curves", "balance", "cost"]
     figures = {section.anchor: [spec.name for spec, _ in section.figures] for section in found}
-    assert figures["question-main"] == ["differences", "losses", "noise_and_spread", "difference_by_domain"]
-    assert figures["question-sweep"] == ["differences", "losses", "loss_by_value", "load_by_value"]
+    assert figures["question-main"] == ["differences", "noise_and_spread", "difference_by_domain"]
+    assert figures["question-sweep"] == ["differences", "by_value"]
     assert figures["cost"] == ["overhead_shares"]
-    assert figures["curves"][:2] == ["arms_validation_loss_by_step", "difference_by_step"]
+    assert figures["curves"] == ["arms_by_step"]
 
 
 def test_the_page_holds_every_figure_and_explains_every_column(run: Run):
@@ -157,64 +147,30 @@ def test_the_page_holds_every_figure_and_explains_every_column(run: Run):
     assert {"detectable_difference", "study_comparisons.p_adjusted", "noise_low", "component"} <= explained
 
 
+def rows_of(run: Run, title: str) -> dict[str, dict[str, object]]:
+    """The rows of a table of the page: arm -> head -> value."""
+    tables = [table for section in sections(run) for table in section.tables]
+    (table,) = [table for table in tables if table["title"] == title]
+    heads = [column["name"] for column in table["columns"]]
+    return {row[0]: dict(zip(heads, row, strict=True)) for row in table["rows"]}
+
+
 def test_cells_without_a_run_say_so_and_what_is_known_before_stays(run: Run):
-    tables = study_tables(run)
-    rows = {row[0]: row[1:] for row in balance_table(tables)["rows"]}
-    assert rows["switch_top1"] == [
-        "0 of 5",
-        "not run",
-        "not run",
-        "not run",
-        "not run",
-        "not run",
-        "not run",
-        "not run",
-    ]
-    assert rows["hash"][0] == "4 of 5"
-    costs = {row[0]: row[1:] for row in cost_table(tables)["rows"]}
-    assert costs["switch_top1"][1:5] == [200_000, 200_000, 90_000, 250_000]
-    assert costs["top2"][6] == 1.0  # times the reference's speed
-    assert costs["top2"][7] is None  # no GPU
-    assert {row[0]: row[3] for row in stability_table(tables)["rows"]}["top2"] == 2 / 8
-
-
-def test_an_arm_that_only_failed_says_failed(tmp_path: Path):
-    run = study_run(tmp_path / "run", failed=tuple(("hash", seed) for seed in range(5)))
-    rows = {row[0]: row[1:] for row in balance_table(study_tables(run))["rows"]}
-    assert rows["hash"][1] == "failed"
-
-
-def test_random_routing_stands_beside_the_load(run: Run):
-    means = arm_means(study_tables(run))
-    assert means.loc["top2", "load_cv_chance"] == pytest.approx((6 / (2 * 50 * 16 * 128)) ** 0.5)
-    assert means.loc["top2 experts=32", "load_cv_chance"] == pytest.approx((30 / (2 * 50 * 16 * 128)) ** 0.5)
+    rows = rows_of(run, "Load at the end of training")
+    assert (rows["switch_top1"]["state"], rows["switch_top1"]["load_cv"]) == ("not run", None)
+    assert (rows["hash"]["done"], rows["hash"]["trainings"]) == (4, 5)
+    costs = rows_of(run, "Size, speed and memory")
+    known = ("parameters_total", "parameters_trainable", "parameters_active", "flops_per_token")
+    assert [costs["switch_top1"][name] for name in known] == [200_000, 200_000, 90_000, 250_000]
+    assert costs["top2"]["relative_speed"] == 1.0
+    assert "peak_memory_gb" not in costs["top2"]  # no GPU
+    assert rows_of(run, "Stability over the last checkpoints")["top2"]["k_of_n"] == 2 / 8
 
 
 def test_speed_and_overhead_stand_beside_the_studys_own_reference_though_ablations_have_another(run: Run):
     tables = study_tables(run)
     assert tables["study_comparisons"]["reference"].iloc[0] == "top2"
     assert "spectra" in set(tables["study_comparisons"]["reference"])
-
-
-def test_sizes_with_names_lie_at_their_active_parameters(tmp_path: Path):
-    arms = [
-        {
-            "name": name,
-            "question": "scaling",
-            "overrides": {"model": {"router": "top2"}},
-            "axes": {"size": name, "router": "top2"},
-            "shift": shift,
-        }
-        for name, shift in (("S", 0.0), ("L", -0.1))
-    ]
-    run = study_run(tmp_path / "run", arms=arms)
-    tables = of_question(study_tables(run), "scaling")
-    tables["study_runs"].loc[tables["study_runs"]["arm"] == "L", "parameters_active"] = 180_000
-    (places,) = axis_frames(tables, "scaling")
-    assert places[["axis", "value", "line"]].to_numpy().tolist() == [
-        ["active parameters (size)", 90_000, "top2"],
-        ["active parameters (size)", 180_000, "top2"],
-    ]
 
 
 def test_names_of_arms_and_domains_do_not_act_in_figures(tmp_path: Path):
@@ -230,10 +186,12 @@ def test_names_of_arms_and_domains_do_not_act_in_figures(tmp_path: Path):
 
 
 def test_figures_are_drawn_by_question_and_axis(run: Run):
-    assert {"differences", "arms_load_cv_by_step", "overhead_shares"} <= set(run.figures())
-    assert "loss_by_value" not in run.figures()  # the first question has no axis
-    assert run.draw("loss_by_value", question="sweep").name == "loss_by_epsilon"
-    assert run.draw("losses", question="ablation").data[0]["name"] == "mean of spectra"
+    assert {"differences", "arms_by_step", "overhead_shares"} <= set(run.figures())
+    assert "by_value" not in run.figures()  # the first question has no axis
+    assert run.draw("by_value", question="sweep").name == "by_value"
+    sweep = next(section for section in sections(run) if section.anchor == "question-sweep")
+    assert [spec.draw(tables).title for spec, tables in sweep.figures][1] == "Loss and load by epsilon"
+    assert "spectra" not in run.draw("differences", question="ablation").layout["yaxis"]["categoryarray"]
 
 
 def test_key_numbers_lead_with_the_best_arm(run: Run):
@@ -278,10 +236,16 @@ def test_every_figure_is_drawn_and_nothing_is_wider_than_the_page(browser, tmp_p
     page.on("pageerror", lambda error: troubles.append(str(error)))
     page.goto(path.as_uri() + "#/training")
     scroll_through(page)
-    expect(page.locator(".figure-slot:visible .plot.drawn")).to_have_count(4 + 4 + 5 + 1)
+    expect(page.locator(".figure-slot:visible .plot.drawn")).to_have_count(3 + 2 + 1 + 1)
     assert page.evaluate("document.documentElement.scrollWidth <= document.documentElement.clientWidth")
     expect(page.locator("table", has_text="balanced random routing").first).to_contain_text("not run")
     head = page.locator("th a", has_text="verdict").first
     assert head.get_attribute("href").endswith("term=study_comparisons.verdict")  # not of a scan
     context.close()
     assert troubles == []
+
+
+def test_micro_batches_share_the_rows_of_a_step():
+    train = {"steps": 10, "batch_size": 32, "micro_batches": 4, "sequence_length": 256, "learning_rate": 0.1}
+    found = settings({"base": {"train": train}, "arms": [{"name": "top2", "overrides": {}}]})
+    assert found.set_index("name")["value"].to_dict()["tokens_per_step"] == 8192

@@ -11,12 +11,11 @@ import torch
 
 from lab.tiny_training import tiny_config, tiny_corpus, tiny_training, trained
 from moescope.decoder.model import LabModel
-from moescope.decoder.ranks import Ranks
 from moescope.decoder.routers import ROUTERS
 from moescope.decoder.vocabulary import Bytes
 from moescope.lab import training
 from moescope.lab.batches import TokenRows
-from moescope.lab.training_state import load_state, save_state
+from moescope.lab.training import load_state
 from moescope.routing.monitor import LoopMonitor
 
 on_a_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device here")
@@ -85,7 +84,7 @@ def test_only_gpus_with_a_kernel_for_grouped_products_do_not_wait(
     assert experts.waits(torch.bfloat16)  # a CPU's is a loop too
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: capability)
     monkeypatch.setattr(torch.version, "hip", hip)
-    monkeypatch.setattr("moescope.decoder.experts.grouped_mm_runs", lambda rows, weight: True)
+    monkeypatch.setattr("moescope.decoder.model.grouped_mm_runs", lambda rows, weight: True)
     weight = torch.empty(0, 0, 0)
     monkeypatch.setattr(type(experts), "parameters", lambda self: iter([OnGpu(weight)]))
     assert experts.waits(torch.bfloat16) == waits
@@ -143,10 +142,10 @@ def test_a_training_of_a_gpu_continues_on_a_cpu(tmp_path: Path):
     for _ in range(4):
         first.one_step(watch)
     watch.close()
-    save_state(tmp_path / "states", 4, first.model, first.optimiser, [], Ranks())
+    first.save_state(tmp_path / "states")
     state = load_state(tmp_path / "states")
     assert state is not None
-    for group in state.optimiser["param_groups"]:  # as a GPU's are saved
+    for group in state["optimiser"]["param_groups"]:  # as a GPU's are saved
         group |= {"fused": True, "capturable": True, "lr": torch.tensor(1e-3)}
     second = tiny_training(tiny_config(steps=12, learning_rate=1e-3))
     second.restore(state)

@@ -22,7 +22,7 @@ from decoder.tiny_lab import tiny, trained
 from moescope.decoder.saving import save_model
 from moescope.decoder.vocabulary import Bytes
 from moescope.lab.study import VERB
-from moescope.lab.study_config import study_from
+from moescope.lab.study_config import read_study, study_from
 from moescope.lab.tables import TABLES
 from moescope.run import RunWriter, write_table
 from moescope.tables import read_parquet
@@ -52,14 +52,14 @@ def test_every_design_is_a_study_at_both_sizes_and_survives_toml():
     for name, design in designs.designs({}).items():
         for each in (design, designs.shrink(design)):
             assert tomllib.loads(designs.toml(each)) == json.loads(json.dumps(each)), name
-            plan = study_from(each, name)
+            plan = study_from(each, name, STUDIES / name)
             assert len(plan.arms) == len(each["arms"])
 
 
 def test_the_wider_top2_costs_what_spectra_costs():
     from moescope.lab.study_task import costs
 
-    arms = {arm.name: arm for arm in study_from(designs.ablation({})).arms}
+    arms = {arm.name: arm for arm in study_from(designs.ablation({}), folder=STUDIES / "ablation").arms}
     top2, spectra = (costs(arms[name].config)["flops_per_token"] for name in ("top2_flops", "spectra"))
     assert top2 == pytest.approx(spectra, rel=0.005)
 
@@ -142,6 +142,7 @@ def run_in_seconds(store: Path, name: str, design: dict, arms: tuple[str, ...]) 
     design["arms"] = {arm: design["arms"][arm] for arm in arms}
     design["base"]["train"] |= {"steps": 4, "evaluate_every": 2, "checkpoint_every": 2, "sequence_length": 32}
     design["base"]["data"]["max_bytes"] = 100_000
+    design["probe"] = str((STUDIES / name / designs.PROBE).resolve())
     (store / name).mkdir()
     (store / name / "study.toml").write_text(designs.toml(design))
     given = Namespace(jobs=1, device="cpu", again=None, shared=False)
@@ -211,7 +212,7 @@ def test_stored_results_follow_from_the_stored_tables_and_the_next_shard_continu
     stored = pd.read_parquet(folder / "results.parquet")
     pd.testing.assert_frame_equal(run.results(folder.name, folder / "run"), stored, check_dtype=False)
     info = json.loads((folder / "run" / "run.json").read_text())
-    plan = study_from(tomllib.loads((folder / "study.toml").read_text()))
+    plan = read_study(folder / "study.toml")
     assert json.loads(json.dumps(plan.as_dict())) == info["arguments"]
     done = run.finished(folder / "run")
     shards = json.loads((folder / "environment.json").read_text())["shards"]
@@ -245,6 +246,7 @@ def small_study(store: Path, *arms: str) -> None:
     design["arms"] = {arm: design["arms"][arm] for arm in arms}
     design["base"]["train"] |= {"steps": 4, "evaluate_every": 2, "checkpoint_every": 2, "sequence_length": 32}
     design["base"]["data"]["max_bytes"] = 100_000
+    design["probe"] = str((STUDIES / "main" / designs.PROBE).resolve())
     (store / "main").mkdir(exist_ok=True)
     (store / "main" / "study.toml").write_text(designs.toml(design))
 

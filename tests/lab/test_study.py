@@ -33,7 +33,8 @@ from moescope.lab.evaluation import mean_loss
 from moescope.lab.study import plan_lines, plan_study, study, timed_models
 from moescope.lab.study_config import read_study, study_from
 from moescope.lab.study_task import free_memory, load_text, measure, prune, run_task, save_text
-from moescope.lab.train import initial_model, make_data, run_training, train
+from moescope.lab.train import run_training, train
+from moescope.lab.training import Data, initial_model
 from moescope.reporting.verb import report
 from moescope.run import Run
 from moescope.storage import only_writer
@@ -395,7 +396,7 @@ def test_epochs_of_a_study_are_steps_by_each_arms_batch(config: Path):
     content["arms"]["broken"]["train"]["steps"] = 5
     base = study_from(content).base
     corpus = read_corpus(base.data)
-    rows = make_data(base, corpus, training_vocabulary(base, corpus)).train.rows
+    rows = Data.of(base, corpus, training_vocabulary(base, corpus)).train.rows
     tokens = {arm["arm"]: arm["tokens"] for arm in plan_study(content)["arms"]}
     assert tokens == {
         "top2": 2 * (rows // 4) * 4 * 16,
@@ -413,7 +414,7 @@ def test_epochs_of_a_study_are_steps_by_each_arms_batch(config: Path):
         ({"config": {"reference": "top2"}}, "0 arm; a study compares at least two"),
         ({"resume": True}, "no unfinished study"),
         ({"resume": True, "config": "x.toml"}, "--resume takes its options from the run"),
-        ({"jobs": 0}, "--jobs 0: give a whole number from 1"),
+        ({"jobs": 0}, "jobs 0: must be at least 1"),
         ({"engine": "ray", "jobs": 2}, "--jobs 2: Ray starts as many"),
         ({"engine": "dask"}, "unknown engine 'dask'"),
         ({"address": "auto"}, "only Ray has an address"),
@@ -584,7 +585,7 @@ def test_the_text_is_read_once_and_kept_with_the_study(whole: Run, config: Path)
     assert whole.info["corpus"] == corpus.identity
     kept = json.loads((whole.path / "text" / "corpus.json").read_text())
     assert kept["validation"] == corpus.validation
-    rows = make_data(settled.base, corpus, training_vocabulary(settled.base, corpus)).train
+    rows = Data.of(settled.base, corpus, training_vocabulary(settled.base, corpus)).train
     batches = [rows.of_step(step, 4, 3).ids_BL for step in range(2)]
     assert not np.array_equal(*batches)
 

@@ -10,9 +10,9 @@ import torch
 from decoder.tiny_lab import TINY, tiny, trained
 from moescope.decoder.model import LabModel
 from moescope.decoder.vocabulary import Bytes
-from moescope.lab import study_routing
+from moescope.lab import trained_routing
 from moescope.lab.evaluation import DocumentSample
-from moescope.lab.study_routing import Activations, measure_routing, output_orthogonality
+from moescope.lab.trained_routing import Activations, measure_routing, output_orthogonality
 
 TEXTS = {
     "a": ["a document", "x" * 31 + "and a longer one " * 5],
@@ -162,7 +162,7 @@ def test_output_orthogonality_by_hand():
 
 
 def test_outputs_are_compared_for_tokens_of_all_documents_of_trained_domains(monkeypatch):
-    monkeypatch.setattr(study_routing, "OUTPUT_TOKENS", 27)  # two of each of the windows
+    monkeypatch.setattr(trained_routing, "OUTPUT_TOKENS", 27)  # two of each of the windows
     model = model_of("top2").eval()
     sample = DocumentSample.of(TEXTS, Bytes(), 16)
     assert 27 // len(sample.windows) == 2
@@ -188,3 +188,11 @@ def test_equal_experts_score_what_equal_rows_score():
             weight.copy_(weight[:1].expand_as(weight).clone())
         found = output_orthogonality(block, torch.randn(5, TINY.d_model))
     assert found == pytest.approx(1 - np.sqrt(7 / 16))
+
+
+def test_counts_are_exact_where_the_model_computes_in_bfloat16():
+    """More than 256 tokens per pass: sums of ones in bfloat16 would be rounded."""
+    sample = DocumentSample.of({"a": ["an ordinary text " * 40] * 20}, Bytes(), 64)
+    _, loads = measure_routing(model_of("top2"), sample, ("a",), 64, "cpu", "bfloat16")
+    tokens = sum(len(window.tokens) - 1 for window in sample.windows)
+    assert (loads.groupby("layer")["tokens"].sum() == 2 * tokens).all()

@@ -26,12 +26,11 @@ from moescope.lab.training import (
     Training,
     clip_gradients,
     learning_rate,
+    load_state,
     make_optimiser,
 )
-from moescope.lab.training_state import load_state
 from moescope.routing.metrics import DIAGNOSTICS
-from moescope.routing.monitor import LoopMonitor
-from moescope.routing.monitor_run import Thresholds
+from moescope.routing.monitor import LoopMonitor, Thresholds
 from moescope.verbs import load_verb
 
 LOSSES = [
@@ -78,7 +77,7 @@ def test_a_training_taken_up_at_a_checkpoint_is_the_uninterrupted_one_bit_for_bi
     taken_up = tiny_training(config)
     state = load_state(tmp_path / "states")
     assert state is not None
-    assert state.step == 3
+    assert state["step"] == 3
     taken_up.restore(state)
     again = trained(taken_up, tmp_path)
     assert again.table("steps")[LOSSES].equals(run.table("steps")[LOSSES])
@@ -142,7 +141,7 @@ def test_a_state_that_forgets_anything_gives_another_curve(forgotten: str, tmp_p
         "model": {"model": fresh.model.state_dict()},
         "step": {"step": 2},
     }
-    fresh.restore(replace(state, **kept[forgotten]))
+    fresh.restore(state | kept[forgotten])
     again = trained(fresh, tmp_path).table("steps")["lm_loss"]
     assert again.iloc[-1] != whole.iloc[-1]
 
@@ -342,8 +341,8 @@ def test_nan_stops_the_training_and_names_step_and_layer(layer: int, tmp_path: P
         trained(training, tmp_path)
     state = load_state(tmp_path / "states")
     assert state is not None
-    assert state.step == 4  # the last good one
-    assert all(tensor.isfinite().all() for tensor in state.model.values() if tensor.is_floating_point())
+    assert state["step"] == 4  # the last good one
+    assert all(tensor.isfinite().all() for tensor in state["model"].values() if tensor.is_floating_point())
 
 
 def test_a_gradient_that_is_not_finite_is_named_by_its_weight(tmp_path: Path):
@@ -409,7 +408,7 @@ def test_a_killed_write_leaves_the_state_before(tmp_path: Path):
     (tmp_path / "states" / "training_state.pt.tmp").write_bytes(b"half of one")
     state = load_state(tmp_path / "states")
     assert state is not None
-    assert state.step == 4
+    assert state["step"] == 4
     shutil.copy(tmp_path / "states" / "training_state.pt.tmp", tmp_path / "states" / "training_state.pt")
     with pytest.raises(BadInput, match="cannot be read"):
         load_state(tmp_path / "states")

@@ -18,7 +18,7 @@ from moescope.errors import BadInput
 from moescope.execution.models import load_model
 from moescope.execution.replaced import replace_routers
 from moescope.families import read_moe
-from moescope.lab.upcycling import upcycle
+from moescope.lab.existing import upcycle
 
 SMALL = {
     "vocab_size": 97,

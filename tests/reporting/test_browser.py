@@ -12,7 +12,7 @@ from playwright.sync_api import expect
 from moescope.reporting.export import export_figures
 from moescope.reporting.verb import report
 from moescope.run import Run
-from moescope.weights.figures import ACROSS_LAYERS, COMPLETE_VIEW, ONE_LAYER
+from moescope.weights.figures import FIGURES, STEPS
 
 # Every visible text whose contrast with what is behind it is below 4.5, by the formula of WCAG 2.
 POOR_CONTRAST = """() => {
@@ -140,7 +140,7 @@ def test_a_click_on_the_map_opens_the_expert_with_the_tables_numbers(opened, pla
     rows = planted_run.table("alignment").query("layer == 3 and router == 'raw' and expert == 5")
     row = rows[rows["k"] == tests["best_k"].iloc[0]].iloc[0]
     shown = drawer.locator("tr[data-measure=alignment] b").text_content()
-    assert float(shown.replace("−", "-")) == pytest.approx(row["delta_vs_shuffle"], rel=5e-3)
+    assert float(shown.replace("−", "-")) == pytest.approx(row["z_vs_shuffle"], rel=5e-3)
     pairs = planted_run.table("similarity").query("layer == 3 and k == 1")
     near = pairs[(pairs["expert_a"] == 5) | (pairs["expert_b"] == 5)]["cosine"].abs().max()
     # without a chance level, the middle of the scale is the reference
@@ -201,7 +201,7 @@ def test_key_numbers_and_findings_are_of_the_selected_view(opened, planted_run):
 
 def test_no_line_fades_before_a_layer_is_selected(opened):
     page = opened("#/weights")
-    figure = bring(page, "margin_by_k")
+    figure = bring(page, "identification_by_k")
     assert set(figure.locator(".plot").evaluate("plot => plot.data.map((trace) => trace.opacity ?? 1)")) == {
         1
     }
@@ -240,15 +240,15 @@ def test_search_leads_to_an_expert_and_to_a_figure(opened):
     search.fill("L4 E2")
     page.locator(".results a").first.click()
     expect(page.locator("#drawer h2")).to_have_text("L4 · E2")
-    search.fill("accuracy by k")
+    search.fill("identified by their router")
     search.press("Enter")
-    expect(page.locator(".figure-slot[data-figure=accuracy_by_k] .plot.drawn")).to_be_visible()
+    expect(page.locator(".figure-slot[data-figure=identification_by_k] .plot.drawn")).to_be_visible()
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_text_has_a_contrast_of_at_least_four_and_a_half(opened, scheme):
     page = opened("#/weights?layer=2", scheme=scheme)
-    bring(page, "accuracy_by_k")
+    bring(page, "identification_by_k")
     assert page.evaluate(POOR_CONTRAST) == []
 
 
@@ -266,7 +266,7 @@ def test_every_figure_is_drawn_and_nothing_is_wider_than_the_page(opened, width,
         scroll_through(page)
     expect(page.locator("details[open] .figure-slot").first).to_be_visible()
     names = page.locator(".figure-slot:visible").evaluate_all("all => all.map((slot) => slot.dataset.figure)")
-    wanted = {spec.name for spec in (*ACROSS_LAYERS, *ONE_LAYER, *COMPLETE_VIEW)}
+    wanted = {spec.name for spec in FIGURES} - {spec.name for spec in STEPS}
     assert wanted <= set(names)
     drawn = page.locator(".figure-slot:visible:has(.plot.drawn .main-svg)")
     expect(drawn).to_have_count(len(names))
@@ -276,17 +276,15 @@ def test_every_figure_is_drawn_and_nothing_is_wider_than_the_page(opened, width,
 def test_the_selected_layer_changes_every_open_view(opened):
     page = opened("#/weights?layer=1")
     heat = bring(page, "cosine_heatmap")
-    lines = bring(page, "margin_by_k")
+    lines = bring(page, "identification_by_k")
     by_layer = bring(page, "orthogonality_by_layer")
     expect(page.locator("section[data-section='layer-1']:visible")).to_have_count(1)
     page.locator("#top select[data-state=layer]").select_option("3")
     expect(page.locator("section[data-section='layer-1']:visible")).to_have_count(0)
     expect(page.locator("section[data-section='layer-3']:visible")).to_have_count(1)
     expect(heat.locator("output")).to_have_text("3")
-    faded = lines.locator(".plot").evaluate(
-        "plot => plot.data.filter((trace) => trace.meta).map((trace) => [trace.meta.layer, trace.opacity])"
-    )
-    assert {layer for layer, opacity in faded if opacity == 1} == {3}
+    faded = lines.locator(".plot").evaluate("plot => plot.data.map((trace) => [trace.name, trace.opacity])")
+    assert {name for name, opacity in faded if opacity == 1 and name.startswith("layer")} == {"layer 3"}
     marks = by_layer.locator(".plot").evaluate("plot => plot.layout.shapes.map((shape) => shape.x0 + 0.5)")
     assert marks == [3]
 
@@ -303,11 +301,11 @@ def test_a_click_in_a_figure_selects_the_layer(opened):
 def test_the_numbers_in_the_page_are_the_tables_numbers(opened, planted_run):
     page = opened("#/weights?layer=3")
     figure = bring(page, "pair_matrix")
-    rows = "Array.from(trace.z, (row) => Array.from(row))"
+    rows = "Array.from(trace.customdata, (row) => Array.from(row))"
     drawn = figure.evaluate(f"slot => slot.querySelector('.plot').data.map((trace) => {rows})")
     pairs = (
         planted_run.table("pairs")
-        .query("layer == 3 and router == 'raw'")
+        .query("layer == 3 and router == 'raw' and k < 256")
         .sort_values(["k", "router_index", "expert"])
     )
     flat = [cell for matrix in drawn for row in matrix for cell in row]
@@ -319,7 +317,7 @@ def test_the_k_slider_moves_matrix_and_caption(opened):
     figure = bring(page, "pair_matrix")
     figure.locator("input[type=range]").fill("0")
     expect(figure.locator("output")).to_have_text("1")
-    expect(figure.locator(".caption")).to_contain_text("At k = 1,")
+    expect(figure.locator(".caption")).to_contain_text("(random direction: 0.00391)")
     shown = "slot => slot.querySelector('.plot').data.findIndex((trace) => trace.visible === true)"
     assert figure.evaluate(shown) == 0
 
@@ -335,13 +333,13 @@ def test_a_reader_downloads_a_table_and_a_figures_data_as_csv(opened, planted_ru
     best = planted_run.table("alignment_tests").query("layer == 2 and router == 'raw'")["best_k"].iloc[0]
     heads = lines[0].split(",")
     assert lines[3].split(",")[heads.index("best_k")] == str(best)
-    figure = bring(page, "margin_by_k")
+    figure = bring(page, "identification_by_k")
     figure.locator(".menu > summary").click()
     with page.expect_download() as download:
         figure.locator(".menu button", has_text="CSV").click()
     lines = Path(download.value.path()).read_text(encoding="utf-8").splitlines()
     assert lines[0] == "trace,x,y,value"
-    rows = planted_run.table("alignment_layers").query("router == 'raw'")
+    rows = planted_run.table("alignment_layers").query("router == 'raw' and not degenerate")
     assert sum(line.startswith("layer ") for line in lines) == len(rows)
 
 
@@ -385,7 +383,7 @@ def test_a_column_head_leads_to_the_glossary(opened):
 
 def test_the_theme_button_repaints_figures_and_map(opened):
     page = opened("#/weights")
-    bring(page, "accuracy_by_k")
+    bring(page, "identification_by_k")
     color = "document.querySelector('.plot.drawn').layout.font.color"
     light = page.evaluate(color)
     page.locator("#theme").click()
@@ -402,14 +400,14 @@ def test_experts_can_be_ordered_by_similarity(opened):
 
 def test_the_definition_of_a_figure_is_one_click_away(opened):
     page = opened("#/weights")
-    figure = bring(page, "accuracy_by_k")
+    figure = bring(page, "identification_by_k")
     figure.locator(".ask").click()
     expect(figure.locator(".definition")).to_contain_text("chance 1/n")
 
 
 def test_a_figure_is_saved_on_white_with_its_title_even_from_a_dark_page(opened):
     page = opened("#/weights", scheme="dark")
-    figure = bring(page, "margin_by_k")
+    figure = bring(page, "identification_by_k")
     title = figure.locator("h4").text_content()
     figure.locator(".menu > summary").click()
     with page.expect_download() as download:
@@ -494,13 +492,13 @@ def test_figures_are_written_as_pictures(browser, few_figures, tmp_path):
     report(few_figures, out=tmp_path / "report.html", figures=tmp_path / "figures", format="svg", quiet=True)
     written = sorted(file.name for file in (tmp_path / "figures").iterdir())
     assert len(written) == 2 * 2 + 1
-    assert "run-alignment-gate_raw_router-accuracy_by_k.svg" in written
+    assert "run-alignment-gate_raw_router-identification_by_k.svg" in written
     assert "run-layer-0-gate_raw_router-pair_matrix.svg" in written
-    picture = (tmp_path / "figures" / "run-alignment-gate_raw_router-accuracy_by_k.svg").read_text(
+    picture = (tmp_path / "figures" / "run-alignment-gate_raw_router-identification_by_k.svg").read_text(
         encoding="utf-8"
     )
     assert picture.lstrip().startswith("<svg")
-    assert "argmax accuracy" in picture
+    assert "accuracy" in picture
     (width,) = re.findall(r'<svg[^>]* width="([\d.]+)"', picture)[:1]
     assert float(width) * 25.4 / 96 == pytest.approx(175, abs=0.2)  # 96 CSS pixels are an inch
 

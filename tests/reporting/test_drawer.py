@@ -68,7 +68,7 @@ def expected(runs, layer: int, expert: int) -> dict[str, list[float]]:
     row = saliency.loc[expert]
     higher = int((saliency["reap"] > row["reap"]).sum())
     return {
-        "alignment": [aligned["delta_vs_shuffle"]],
+        "alignment": [aligned["z_vs_shuffle"]],
         "margin": [aligned["margin"]],
         "redundancy": [own["cosine"].abs().max()],
         "effective_rank": [rank],

@@ -11,12 +11,11 @@ from playwright.sync_api import expect
 from lab.study_runs import more_arms, router_arms, study_run
 from lab.tiny_training import TOML
 from moescope.deployment.verb import deploy
+from moescope.intervention.figures import FIGURES as INTERVENTIONS
 from moescope.lab.train import train
 from moescope.plotting.style import GREY, LINES_UP_TO
 from moescope.reporting.export import report_figures
-from moescope.reporting.joint import FIGURES as JOINT
 from moescope.reporting.verb import report
-from moescope.routing.figures_experts import MAPS
 from moescope.run import Run
 from moescope.verb import Figure
 from moescope.verbs import VERBS, load_verb
@@ -33,42 +32,27 @@ OPEN_ALL = """async (tab) => {
 }"""
 
 OF_ROUTERS = {  # diagnostics of a router, drawn where it trains
-    "loss_free": {"bias_spread_by_step"},
-    "spectra": {"column_error_by_step", "direction_overlap_by_step"},
-    "some": {
-        *("key_cosine_by_step", "key_map", "expert_usage_histogram", "middle_gini_by_step"),
-        *("middle_unused_by_step", "middle_load_entropy_bits_by_step"),
-    },
-    "expert_choice": {"tokens_without_expert_by_step", "experts_per_token_spread_by_step"},
+    "loss_free": {"diagnostics_by_step"},
+    "some": {"diagnostics_by_step"},
 }
-AT_CHANCE = "drawn where it leaves its chance level, which it does in no short training; else said in words"
 NOT_HERE = {  # figures that need data which no run here holds -> why
     **{name: f"in the training with {router}" for router, names in OF_ROUTERS.items() for name in names},
     **dict.fromkeys(
-        ("key_strength_by_step", "weakened_keys_by_step", "experts_per_token_by_step"), AT_CHANCE
-    ),
-    **{
-        spec.name: "needs 8 experts per layer; drawn in tests/routing/test_figures_experts.py"
-        for spec in MAPS
-        if not spec.name.endswith("_pca")
-    },
-    **dict.fromkeys(
-        ("largest_changes", "agreement_layers", "agreement_divergence"),
-        "in a comparison of two runs; drawn in tests/comparison/test_report.py and test_agreement.py",
+        ("agreement_layers", "agreement_divergence"),
+        "in a comparison of two traces; drawn in tests/comparison/test_agreement.py",
     ),
     **dict.fromkeys(
-        ("effect_map", "effect_by_domain", "effects_compared", "projection_curve", "top_k_curve"),
+        {spec.name for spec in INTERVENTIONS},
         "in interventions; drawn in tests/intervention/test_figures_interventions.py",
     ),
     "base_losses": "in a training with --base; drawn in tests/lab/test_existing.py",
-    "dropped_by_step": "no router of the lab drops tokens; drawn in tests/routing/test_report_monitor.py",
 }
 
 
 def registered() -> set[str]:
-    """Return the names of all figures that a verb, or several together, can draw."""
+    """Return the names of all figures that a verb can draw."""
     verbs = [load_verb(name) for name, *_ in VERBS]
-    return {spec.name for verb in verbs for spec in verb.figures} | {spec.name for spec in JOINT}
+    return {spec.name for verb in verbs for spec in verb.figures}
 
 
 @pytest.fixture(scope="module")
@@ -96,7 +80,11 @@ def groups(
         "scan": [planted_run],
         "steps": [scan(*checkpoints, out=folder / "steps", quiet=True)],
         "trace": [traced_run],
-        "deploy": [deploy(traced_run, out=folder / "deploy", expert_bytes=1000, bandwidth=1.0, quiet=True)],
+        "deploy": [
+            deploy(
+                traced_run, out=folder / "deploy", slots="2,3", expert_bytes=1000, bandwidth=1.0, quiet=True
+            )
+        ],
         "train": [trained_run],
         "compress": [compressed_run],
         "merge": [merged_run],
@@ -193,7 +181,11 @@ def test_every_figure_has_a_short_title_a_caption_and_axes_in_words(drawn):
     for place, figure in drawn:
         captions = [figure.caption, *(figure.slider.captions if figure.slider else [])]
         axes = [value for key, value in figure.layout.items() if re.fullmatch(r"[xy]axis\d*", key)]
-        labels = [(axis.get("title") or {}).get("text", "") for axis in axes]
+        # names along an axis speak for themselves
+        labels = [
+            (axis.get("title") or {}).get("text") or "names" * (axis.get("type") == "category")
+            for axis in axes
+        ]
         checks = {
             "title of more than 8 words": len(figure.title.split()) > 8,
             "caption": not all(re.fullmatch(r"[^a-z].*\.", caption) for caption in captions),

@@ -9,12 +9,11 @@ import pytest
 from playwright.sync_api import TimeoutError, expect
 
 from lab.study_runs import more_arms, router_arms, study_run
-from moescope.comparison.verb import compare
-from moescope.demo.planted import write_planted
 from moescope.reporting.verb import report
 from moescope.weights.verb import scan
+from planted import write_planted
 
-KINDS = ("scan", "trace", "compare", "compress", "merge", "train", "study", "scans", "runs compared")
+KINDS = ("scan", "trace", "compare", "compress", "merge", "train", "study", "scans")
 # where a link leads: whether the present state shows all that it names
 ARRIVED = """() => {
   const state = M.state.get();
@@ -62,8 +61,6 @@ def built(request, tmp_path_factory):
                 runs = [study_run(folder / "study", arms=[*router_arms(), *more_arms()])]
             else:
                 runs = request.getfixturevalue("scans")
-                if kind == "runs compared":
-                    runs = [compare(*(run.path for run in runs), out=folder / "compared", quiet=True)]
             pages[kind] = report(*runs, out=folder / f"{kind}.html")
         return pages[kind]
 

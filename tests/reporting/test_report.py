@@ -20,7 +20,7 @@ from moescope.reporting.verb import report
 from moescope.run import Run
 from moescope.tables import SCHEMA_VERSION
 from moescope.verb import FigureSpec, Section, Selection
-from moescope.weights.figures import ACROSS_LAYERS, COMPLETE_VIEW, ONE_LAYER
+from moescope.weights.figures import ALIGNMENT, COMPLETE, MORE, OF_LAYER, SIMILARITY, SUBSPACES
 from moescope.weights.tables import TABLES
 from moescope.weights.verb import scan
 from report_payloads import figures_in, glossary_terms, page_data, page_sections, payloads
@@ -79,17 +79,17 @@ def test_every_figure_of_every_view_and_layer_is_in_it(planted_html):
         across = [figure["name"] for entry in open_ones for figure in entry["figures"]]
         (more,) = [entry for entry in mine if entry["id"] == "more"]
         across += all_figures(found[more["payload"]])
-        assert sorted(across) == sorted(spec.name for spec in ACROSS_LAYERS)
+        assert sorted(across) == sorted(spec.name for spec in (*ALIGNMENT, *SIMILARITY, *SUBSPACES, *MORE))
         layers = [entry for entry in mine if entry["layer"] is not None]
         assert [entry["layer"] for entry in layers] == list(range(5))
         for entry in layers:
             figures = all_figures(found[entry["payload"]])
-            assert figures == [spec.name for spec in (*ONE_LAYER, *COMPLETE_VIEW)]
+            assert figures == [spec.name for spec in (*OF_LAYER, SUBSPACES[1], *COMPLETE)]
             assert [figure["name"] for figure in entry["figures"]] == figures  # search finds them by title
     (side,) = [entry for entry in page_sections(planted_html, "weights") if entry["id"] == "side-by-side"]
     names = [figure["name"] for part in side["sections"] for figure in part["figures"]]
-    assert len(names) == 6
-    assert all(name.startswith("compare_") for name in names)
+    across = ["identification_by_layer", "orthogonality_by_layer", "ranks_by_layer", "cos_squared_by_layer"]
+    assert names == across
 
 
 def test_the_setup_of_every_layer_is_full(planted_html):
@@ -105,7 +105,7 @@ def test_the_setup_of_every_layer_is_full(planted_html):
 
 def test_the_report_states_each_planted_fact(planted_html):
     for words in (
-        "layer 0 is not distinguishable from chance",
+        "at chance: layer 0",
         "at small k only",
         "2 and 5 of layer 3",
         "not in the stored order",
@@ -125,19 +125,28 @@ def test_runs_of_different_models_are_compared_in_one_report(planted_run, tmp_pa
     )
     other = scan(model, out=tmp_path / "other-run", matrix="gate,down", fold_norm=True, quiet=True)
     html = report(planted_run, other, out=tmp_path / "both.html").read_text(encoding="utf-8")
-    compared = named(payloads(html), "compare_accuracy")
-    names = [trace["name"] for trace in compared["data"]]
-    assert names[:4] == [
-        "run · gate, raw router",
-        "run · gate, centered router",
-        "other-run · gate, raw router, norm folded in",
-        "other-run · down, raw router, norm folded in",
+    found = payloads(html)
+    (compared,) = [
+        found[name] for name in found if name.endswith("-identification_by_layer") and "overlay" in name
     ]
+    names = [trace["name"] for trace in compared["data"]]
+    assert sorted(names[:4]) == sorted(
+        [
+            "run · gate, raw router",
+            "run · gate, centered router",
+            "other-run · gate, raw router, norm folded in",
+            "other-run · down, raw router, norm folded in",
+        ]
+    )
 
 
 def test_numbers_that_do_not_depend_on_the_router_are_drawn_once(planted_html):
-    names = [trace["name"] for trace in named(payloads(planted_html), "compare_orthogonality")["data"]]
-    assert names == ["gate", "chance √(2/(πd))"]
+    found = payloads(planted_html)
+    (payload,) = [
+        found[name] for name in found if name.endswith("-orthogonality_by_layer") and "overlay" in name
+    ]
+    lines = [trace for trace in payload["data"] if trace["name"] == "gate"]
+    assert [trace["line"]["dash"] for trace in lines] == ["solid", "dash"]  # mean and largest |cos|
 
 
 def test_steps_of_one_run_are_drawn_against_the_step(tmp_path):
@@ -147,7 +156,7 @@ def test_steps_of_one_run_are_drawn_against_the_step(tmp_path):
         folders.append(write_checkpoint(tmp_path / f"checkpoint-{step}", tensors, tiny_config(layers=2)))
     run = scan(*folders, out=tmp_path / "run", quiet=True)
     found = payloads(report(run).read_text(encoding="utf-8"))
-    assert named(found, "steps_accuracy")["data"][0]["x"] == [100, 200, 300]
+    assert named(found, "identification_by_step")["data"][0]["x"] == [100, 200, 300]
 
 
 def test_a_figure_that_cannot_be_drawn_fails_the_report_with_its_name(planted_run, monkeypatch, tmp_path):
@@ -307,6 +316,6 @@ def test_a_run_from_before_chance_levels_were_recorded_names_none(planted_run, t
     packed = payloads(html)
     said = [data, *(packed[name] for name in packed if name not in ("glossary", "summary0-info"))]
     assert not re.findall(r"[^\"]*(?:undefined|\bnan\b)[^\"]*", json.dumps(said))
-    (accuracy,) = [key for key in data["runs"][0]["key_numbers"] if "accuracy" in key["name"]]
+    (accuracy,) = [key for key in data["runs"][0]["key_numbers"] if "ccuracy" in key["name"]]
     assert accuracy["chance"] is None
     assert accuracy["word"] != "at chance"

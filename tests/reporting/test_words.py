@@ -8,37 +8,34 @@ from dataclasses import replace
 import numpy as np
 import pandas as pd
 import pytest
-from scipy.stats import binom
 
 from moescope.lab.report_training import loss_differences, summary
-from moescope.routing.figures_load import LOAD
+from moescope.routing.figures import LOAD
 from moescope.routing.report import glance_table
-from moescope.routing.report_map import random_range
 from moescope.routing.report_views import load_trace, routing_views
 from moescope.routing.trace import trace
 from moescope.run import Run
-from moescope.weights.report import key_numbers
-from moescope.weights.report_findings import views
+from moescope.weights.report import numbers_of, verdict_sentence, views
 
 # planted: layer 0 at chance, 1 and 2 identify their experts, 3 beats chance, 4 fits in another order
 OF_LAYERS = [
-    ([0], "at chance", "at chance"),
-    ([0, 3], "beyond chance", "below chance"),
-    ([0, 1, 2], "aligned", "below chance"),
-    ([0, 1, 2, 3, 4], "beyond chance", "below chance"),
+    ([0], "at chance"),
+    ([0, 3], "beyond chance"),
+    ([0, 1, 2], "aligned"),
+    ([0, 1, 2, 3, 4], "beyond chance"),
 ]
 
 
-@pytest.mark.parametrize(("layers", "aligned", "ambiguous"), OF_LAYERS)
-def test_words_of_a_scan_follow_the_verdicts_of_its_layers(planted_run, layers, aligned, ambiguous):
+@pytest.mark.parametrize(("layers", "word"), OF_LAYERS)
+def test_words_of_a_scan_follow_the_verdicts_of_its_layers(planted_run, layers, word):
     view = views(planted_run)[0]
     tables = {name: frame[frame["layer"].isin(layers)] for name, frame in view.tables.items()}
-    numbers = key_numbers(replace(view, tables=tables))
-    words = {key.name: key.word for key in numbers}
-    assert numbers[0].value == len({1, 2, 3, 4} & set(layers))
-    assert words["Layers that fit beyond chance"] == aligned
-    assert words["Median best argmax accuracy"] == aligned
-    assert words["Mean absolute ambiguity"] == ambiguous
+    first, accuracy, *_ = numbers_of(replace(view, tables=tables))
+    assert first.value == len({1, 2, 3, 4} & set(layers))
+    assert first.word == word
+    tests = tables["alignment_tests"].set_index("best_accuracy")
+    assert accuracy.value in tests.index
+    assert accuracy.chance in tests.loc[[accuracy.value], "chance_accuracy"].tolist()  # that of its own layer
 
 
 def test_no_more_layers_beyond_chance_than_random_ones_are_at_chance(planted_run):
@@ -47,9 +44,11 @@ def test_no_more_layers_beyond_chance_than_random_ones_are_at_chance(planted_run
     for name, frame in view.tables.items():  # layer 3 beats chance among 41 copies of layer 0, which does not
         random = [frame[frame["layer"] == 0].assign(layer=layer) for layer in (0, *range(10, 50))]
         tables[name] = pd.concat([*random, frame[frame["layer"] == 3]], ignore_index=True)
-    first, *_ = numbers = key_numbers(replace(view, tables=tables))
+    view = replace(view, tables=tables)
+    first = numbers_of(view)[0]
     assert first.value == 1 < 42 * 0.05 <= first.chance
-    assert [key.word for key in numbers[:3]] == ["at chance"] * 3
+    assert first.word == "at chance"
+    assert verdict_sentence(view).startswith("Router rows look random: 1 of 42 layers above chance")
 
 
 def recorded(folder, chosen) -> Run:
@@ -70,22 +69,30 @@ def routed(favour: float, unused: bool = False) -> np.ndarray:
 
 def test_even_routing_is_balanced_and_a_favoured_expert_makes_its_layer_uneven(tmp_path):
     for name, chosen, words in (
-        ("even", routed(0.0), {"Worst load CV": "balanced", "Unused experts, worst layer": "all used"}),
-        ("uneven", routed(0.4), {"Worst load CV": "uneven, layer 1", "Busiest expert": "uneven, layer 1"}),
-        ("unused", routed(0.0, True), {"Unused experts, worst layer": "unused, layer 1"}),
+        ("even", routed(0.0), {"Worst load CV": "at chance", "Busiest expert": "at chance"}),
+        (
+            "uneven",
+            routed(0.4),
+            {"Worst load CV": "beyond chance, layer 1", "Busiest expert": "beyond chance, layer 1"},
+        ),
+        ("unused", routed(0.0, True), {"Unused experts, worst layer": "layer 1"}),
     ):
         (tmp_path / name).mkdir()
         run = recorded(tmp_path / name, chosen)
         found = {key.name: key.word for key in run.verb.summary(run).key_numbers}
         for number, word in words.items():
             assert found[number].startswith(word), (name, number, found[number])
+        rows = run.table("load_totals").query("layer == 1").set_index("expert")["claimed"]
+        assert rows[0] == (name != "even")
 
 
 def few_in_the_last_layer(folder) -> Run:
-    """A table of choices: 400 tokens in layers 0 and 1, of which layer 1 favours expert 0; 1 in layer 2."""
+    """20 documents of 20 tokens in layers 0 and 1, of which layer 1 favours expert 0; 1 token in layer 2."""
     chosen = routed(0.4).reshape(-1, 2, 2)[:400]
-    rows = [(token, layer, *chosen[token, layer]) for token in range(400) for layer in (0, 1)]
-    lines = [f"0,{token},{layer},{a} {b}" for token, layer, a, b in [*rows, (399, 2, 3, 4)]]
+    rows = [(*divmod(token, 20), layer, *chosen[token, layer]) for token in range(400) for layer in (0, 1)]
+    lines = [
+        f"{document},{token},{layer},{a} {b}" for document, token, layer, a, b in [*rows, (19, 19, 2, 3, 4)]
+    ]
     (folder / "t.csv").write_text("\n".join(["document,position,layer,experts", *lines]))
     return trace(recorded=folder / "t.csv", experts=8, save_tokens=True, out=folder / "run", quiet=True)
 
@@ -94,11 +101,10 @@ def test_a_layer_with_few_tokens_is_neither_named_worst_nor_beyond_chance(tmp_pa
     run = few_in_the_last_layer(tmp_path)
     summary = run.verb.summary(run)
     words = {key.name: key.word for key in summary.key_numbers}
-    assert words["Worst load CV"] == words["Busiest expert"] == "uneven, layer 1"
-    assert "all used" in words["Unused experts, worst layer"]
-    worst, busiest, *_ = summary.findings
-    assert worst.place["layer"] == busiest.place["layer"] == 1
-    assert "layer 2, with at most 1 token" in worst
+    assert words["Worst load CV"] == words["Busiest expert"] == "beyond chance, layer 1"
+    worst, few, uneven, *_ = summary.findings
+    assert worst.place["layer"] == uneven.place["layer"] == 1
+    assert "layer 2, with at most 1 token" in few
     load = next(measure for measure in run.verb.measures(run) if measure.name == "load").frame
     assert not load.loc[load["layer"] == 2, "beyond"].any()
     assert load.loc[load["layer"] == 1, "beyond"].any()
@@ -114,13 +120,6 @@ def test_a_trace_without_token_ids_holds_no_text(tmp_path):
     assert run.verb.summary(run).notices == []
 
 
-def test_the_range_of_random_loads_is_that_of_the_binomial_distribution():
-    tokens, share = np.array([1, 28, 400, 33_000, 33_000]), np.array([0.05, 0.05, 0.25, 0.1, 1.0])
-    low, high = random_range(tokens, share, 1e-5)
-    np.testing.assert_array_equal(low, binom.ppf(5e-6, tokens, share).clip(0))
-    np.testing.assert_array_equal(high, binom.ppf(1 - 5e-6, tokens, share))
-
-
 def test_what_a_trace_does_not_hold_is_absent_and_not_zero(tmp_path):
     run = recorded(tmp_path, routed(0.0))
     summary = run.verb.summary(run)
@@ -128,7 +127,7 @@ def test_what_a_trace_does_not_hold_is_absent_and_not_zero(tmp_path):
     assert not [text for text in (*summary.findings, *(key.name for key in summary.key_numbers))
                 if any(word in text for word in lacking)]  # fmt: skip
     heads = [column["title"] for column in glance_table(routing_views(load_trace(run))[-1])["columns"]]
-    assert not {"entropy", "confidence", "I(domain)", "I(token)"} & set(heads)
+    assert not {"routing entropy", "confidence", "I(expert; domain)", "I(expert; token)"} & set(heads)
     assert {measure.name for measure in run.verb.measures(run)} <= {"load", "coactivation"}
 
 

@@ -7,8 +7,7 @@ import pytest
 from playwright.sync_api import expect
 
 from moescope.reporting.verb import report
-from moescope.routing.figures_experts import MAPS
-from moescope.routing.figures_steps import FIGURES
+from moescope.routing.figures import FIGURES
 from reporting.test_browser import click_cell, scroll_through
 from routing.routing_runs import EVIL, evil_run
 
@@ -59,7 +58,7 @@ def test_every_routing_figure_is_drawn_and_nothing_is_wider_than_the_page(opened
     expect(page.locator("#tab-routing .figure-slot").first).to_be_visible()
     scroll_through(page)
     slots = page.locator(".figure-slot:visible")
-    count = len([spec for spec in FIGURES if spec not in MAPS]) + 3  # maps of four experts by PCA alone
+    count = len(FIGURES) - 1  # two checkpoints have no curve of saturation
     assert slots.count() == count
     expect(page.locator(".figure-slot:visible .plot.drawn")).to_have_count(count)
     assert page.evaluate("document.documentElement.scrollWidth <= document.documentElement.clientWidth")
@@ -174,7 +173,9 @@ def test_a_click_on_the_map_opens_the_expert_with_the_tables_numbers(opened, tra
 def test_a_finding_opens_the_figure_that_shows_it(opened):
     page = opened()
     page.locator(".findings-box a", has_text="Load balance").last.click()
-    expect(page.locator("#tab-routing .figure-slot[data-figure=cv_by_layer]:visible")).to_be_in_viewport()
+    expect(
+        page.locator("#tab-routing .figure-slot[data-figure=balance_by_layer]:visible")
+    ).to_be_in_viewport()
     assert page.evaluate("M.state.get().layer") is not None
 
 

@@ -20,10 +20,10 @@ from moescope.families import MODELS
 from moescope.families.lab import LAB
 from moescope.families.replaced import REPLACED
 from moescope.routing.collectors import trace_model
+from moescope.routing.counts import LayerCounts
 from moescope.routing.counts_to_tables import Traced
 from moescope.routing.metrics import METRICS
 from moescope.routing.tables import TABLES
-from moescope.routing.tally import LayerCounts
 from moescope.tables import conform
 
 KINDS = sorted(set(MODELS) - {"kimi_k2", "nllb-moe", *LAB.models, *REPLACED.models})

@@ -12,8 +12,7 @@ import torch
 from moescope.execution.documents import Document, Window, windows
 from moescope.routing import token_sample as sample_module
 from moescope.routing.collectors import keep_larger, largest_gates
-from moescope.routing.contexts import AFTER, BEFORE, MOST, Contexts, around, octave
-from moescope.routing.token_sample import Sample
+from moescope.routing.token_sample import AFTER, BEFORE, MOST, Contexts, Sample, around, octave
 
 LAYERS, EXPERTS, K = [3, 7], [6, 4], 2
 

@@ -6,25 +6,30 @@ Random routing lands on every chance, collapse on every collapse value, and inte
 from __future__ import annotations
 
 import numpy as np
+import pandas as pd
 import pytest
 import torch
 
+from moescope.routing.counts import Counts, LayerCounts
 from moescope.routing.counts_to_tables import (
     Corpus,
     coactivation_columns,
+    domain_columns,
     domain_metric_rows,
-    domain_rows,
-    load_rows,
+    load_columns,
     metric_rows,
     separation_rows,
 )
 from moescope.routing.load_balance import jaccard_chance
-from moescope.routing.tally import LayerCounts, Tally
 from moescope.statistics import BUCKETS
 from moescope.types import Routing, Tokens
 
 CORPUS = Corpus(["a", "b"], [128, 128])
 MEANS = ("sequential_consistency", "adjacent_jaccard", "purity")
+
+
+def rows_of(columns: dict) -> list[dict]:
+    return pd.DataFrame(columns).to_dict("records")
 
 
 def counted(
@@ -35,7 +40,7 @@ def counted(
     document = np.arange(n) % BUCKETS
     domain = document % 2 if domain is None else domain
     order = np.argsort(document, kind="stable")
-    tally = Tally(2)
+    counter = Counts((2, BUCKETS))
     rows = [order[document[order] == number] for number in range(BUCKETS)]
     width = max(len(row) for row in rows)
     at = np.full((BUCKETS, width), -1)
@@ -54,10 +59,10 @@ def counted(
         torch.from_numpy(document[flat]),
         "prefill",
     )
-    tally.consume(
+    counter.consume(
         Routing(0, "mlp", n_experts, torch.from_numpy(chosen[flat]), torch.from_numpy(gates[flat]), tokens)
     )
-    return tally.to_cpu()[0]
+    return counter.layers()[0]
 
 
 def random_routing(tokens: int, n: int, k: int, seed: int = 0) -> tuple[np.ndarray, np.ndarray]:
@@ -119,9 +124,9 @@ def routed(logits: torch.Tensor, k: int) -> Routing:
 
 
 def balancing_loss(routing: Routing) -> dict:
-    tally = Tally(1)
-    tally.consume(routing)
-    (counts,) = tally.to_cpu()
+    counter = Counts()
+    counter.consume(routing)
+    (counts,) = counter.layers()
     rows = list(metric_rows(counts, Corpus(["text"], [1])))
     return next(row for row in rows if row["metric"] == "load_balancing_loss")
 
@@ -200,13 +205,13 @@ def test_a_domain_s_rows_are_of_its_own_tokens():
     counts = counted(chosen, gates, 8)
     assert by_metric(counts, "b")["cv"]["value"] == pytest.approx(np.sqrt(3))
     assert by_metric(counts, "a")["cv"]["value"] < 0.1
-    load = {(row["domain"], row["expert"]): row for row in load_rows(counts, CORPUS)}
+    load = {(row["domain"], row["expert"]): row for row in rows_of(load_columns(counts, CORPUS))}
     assert [load[("b", expert)]["tokens"] for expert in range(8)] == [2048, 2048, 0, 0, 0, 0, 0, 0]
     assert sum(row["gate_weight"] for row in load.values()) == pytest.approx(4096)
     told = by_metric(counts)["domain_information"]
     assert told["value"] > 0.3
     assert told["low"] > 0
-    shares = {(row["expert"], row["domain"]): row["share"] for row in domain_rows(counts, CORPUS)}
+    shares = {(row["expert"], row["domain"]): row["share"] for row in rows_of(domain_columns(counts, CORPUS))}
     assert shares[(5, "a")] == 1
     assert shares[(0, "b")] == pytest.approx(0.5 / (0.5 + load[("a", 0)]["tokens"] / 4096))
 
@@ -312,7 +317,7 @@ def test_a_domain_without_tokens_has_no_rows():
     chosen, gates = random_routing(512, 8, 2)
     counts = counted(chosen, gates, 8, domain=np.zeros(512, dtype=int))
     corpus = Corpus(["a", "b"], [256, 0])
-    assert {row["domain"] for row in load_rows(counts, corpus)} == {"a"}
+    assert set(load_columns(counts, corpus)["domain"]) == {"a"}
     assert {row["domain"] for row in metric_rows(counts, corpus, decisions=False)} == {"", "a"}
 
 

@@ -14,8 +14,9 @@ import torch
 
 from families.tiny_models import tiny_model
 from moescope.execution.capture import Capture
+from moescope.routing.counts import Counts
 from moescope.routing.monitor import LoopMonitor
-from moescope.routing.tally import Tally
+from moescope.statistics import BUCKETS
 from moescope.types import Routing, Tokens
 from routing.tiny_training import batch, documents, load, model_of
 
@@ -36,10 +37,10 @@ def on_cpu(value: Any) -> Any:
 def test_counts_are_those_of_the_same_decisions_counted_on_the_cpu(kind):
     model = tiny_model(kind).model.cuda().eval()
     generator = torch.Generator().manual_seed(0)
-    here, there = Tally(2), Tally(2)
+    here, there = Counts((2, BUCKETS)), Counts((2, BUCKETS))
     met: dict[
         int, Tokens
-    ] = {}  # a pass's tokens, moved once: by them a tally knows which layers belong together
+    ] = {}  # a pass's tokens, moved once: by them a counter knows which layers belong together
 
     def consume(routing: Routing) -> None:
         here.consume(routing)
@@ -57,7 +58,7 @@ def test_counts_are_those_of_the_same_decisions_counted_on_the_cpu(kind):
             capture.tokens = Tokens(4, ids.view(-1), real.view(-1), zeros, zeros, domain, bucket)
             passes.append(capture.tokens)
             model(input_ids=ids)
-    for gpu, cpu in zip(here.to_cpu(), there.to_cpu(), strict=True):
+    for gpu, cpu in zip(here.layers(), there.layers(), strict=True):
         assert (gpu.layer, gpu.phase, gpu.k) == (cpu.layer, cpu.phase, cpu.k)
         assert cpu.counts_MBE.sum() > 0
         np.testing.assert_array_equal(gpu.counts_MBE, cpu.counts_MBE)
@@ -89,7 +90,7 @@ def test_a_training_on_the_gpu_counts_what_its_experts_were_handed(tmp_path):
         if start == 0:  # so that the check of the first pass does not count
             model(**given)
             counts.clear()
-            monitor.capture.tally.take(torch.device("cuda"))
+            monitor.capture.counts.take(torch.device("cuda"))
         model(**given).loss.backward()
         optimiser.step()
         optimiser.zero_grad()

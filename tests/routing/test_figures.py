@@ -1,41 +1,45 @@
 """Figures of routing: drawn from a real trace, handed to plotly's validator.
 
-What they derive held to simulation and exact cases.
+The columns that they read are held to simulation and exact cases.
 """
 
-import re
+from __future__ import annotations
 
 import numpy as np
 import pandas as pd
 import pytest
 from plotly.graph_objects import Figure as PlotlyFigure
+from scipy.stats import binom
 
-from moescope.plotting.style import GREY, ratio_heatmap, ratio_range, values_of
+from moescope.plotting.style import GREY, values_of
+from moescope.routing.counts_to_tables import (
+    coactivation_columns,
+    expert_cosine_columns,
+    join_columns,
+    load_total_columns,
+    load_totals,
+    mark_few,
+)
 from moescope.routing.expert_maps import (
     Cloud,
+    coactivation_order,
     coactivation_profiles,
-    expected_pairs,
+    expert_maps,
     fill_diagonal,
     lift_over_chance,
+    map_facts,
     plane_of_noise,
-    principal_plane,
 )
-from moescope.routing.figures_experts import MAPS, coactivation_order, strongest_pair
-from moescope.routing.figures_load import load_heatmap, tokens_by_layer, usage_by_rank, usages
-from moescope.routing.figures_steps import (
-    FIGURES,
-    MONITOR_FIGURES,
-    OVER_STEPS,
-    saturation_curves,
-    shares_by_step,
-    usage_area,
-)
-from moescope.routing.metrics import METRICS
+from moescope.routing.figures import FIGURES, MAPS, MONITORED, STEPS
+from moescope.routing.load_balance import load_noise
+from moescope.routing.metrics import DIAGNOSTICS, METRICS
 from moescope.routing.report_views import load_trace, routing_views
-from moescope.routing.tables import COLUMNS
+from moescope.routing.tables import COLUMNS, TABLES
 from moescope.tables import SHARED
+from moescope.verb import Verb
+from routing.counted import counted
 
-ROUTING = [spec for spec in FIGURES if spec not in (*MAPS, *OVER_STEPS)]
+OF_VIEW = [spec for spec in FIGURES if spec not in (*MAPS, *STEPS)]
 
 
 @pytest.fixture(scope="module")
@@ -58,13 +62,9 @@ def validate(figure):
     assert 0 < len(figure.title.split()) <= 8, figure.title
     assert len(figure.caption.split()) <= 36, figure.caption
     assert "nan" not in figure.caption
-    assert set(figure.columns) <= {*COLUMNS, *METRICS, *SHARED}
+    assert set(figure.columns) <= {*COLUMNS, *METRICS, *DIAGNOSTICS, *SHARED}
     assert figure.layout["xaxis"]["title"]["text"]
     assert figure.layout["yaxis"]["title"]["text"]
-    if figure.slider:
-        assert len(figure.data) == len(figure.slider.values) * figure.slider.per_value
-        assert len(figure.slider.captions) == len(figure.slider.values)
-        assert figure.caption == figure.slider.captions[figure.slider.start]
 
 
 def test_a_metric_and_a_column_never_share_a_name():
@@ -72,25 +72,28 @@ def test_a_metric_and_a_column_never_share_a_name():
 
 
 def test_every_figure_is_drawn_from_a_trace_with_domains_and_tokens(tables):
-    for spec in ROUTING:
+    for spec in OF_VIEW:
         assert spec.can_draw(tables), spec.name
-        validate(spec.draw({name: tables[name] for name in (*spec.needs, "domains")}))
+        validate(spec.draw(tables))
 
 
 def test_every_figure_over_steps_is_drawn(trace):
-    for spec in OVER_STEPS:
-        assert spec.can_draw(trace.in_main_phase())
-        validate(spec.draw(trace.in_main_phase()))
+    """Two checkpoints leave one point of agreement with the last: no curve of saturation."""
+    tables = trace.in_main_phase()
+    drawn = [spec for spec in STEPS if spec.can_draw(tables)]
+    assert [spec.name for spec in STEPS if spec not in drawn] == ["saturation_curves"]
+    for spec in drawn:
+        validate(spec.draw(tables))
 
 
 def test_a_decode_view_draws_load_and_decisions_and_nothing_it_does_not_hold(views):
     decode = next(view for view in views if view.phase == "decode")
-    drawn = [spec.name for spec in ROUTING if spec.can_draw(decode.tables)]
-    for spec in ROUTING:
+    drawn = {spec.name for spec in OF_VIEW if spec.can_draw(decode.tables)}
+    for spec in OF_VIEW:
         if spec.name in drawn:
             validate(spec.draw(decode.tables))
-    assert {"load_heatmap", "cv_by_layer", "routing_entropy_by_layer"} <= set(drawn)
-    assert not {"coactivation_heatmap", "affinity_heatmap"} & set(drawn)
+    assert {"load_map", "balance_by_layer", "decisions_by_layer"} <= drawn
+    assert not {"coactivation_heatmap", "affinity_heatmap"} & drawn
 
 
 def test_without_domains_logits_or_gates_the_rest_is_still_drawn(tables):
@@ -98,73 +101,114 @@ def test_without_domains_logits_or_gates_the_rest_is_still_drawn(tables):
     rows = tables["routing_layers"]
     bare = {
         "load": tables["load"].assign(domain="text", gate_weight=None).drop_duplicates(["layer", "expert"]),
+        "load_totals": tables["load_totals"].assign(gate_weight=None, gate_times_even=None),
         "routing_layers": rows[rows["metric"].isin(held) & (rows["domain"] == "")],
     }
-    drawn = [spec for spec in ROUTING if spec.can_draw(bare)]
-    assert [spec.name for spec in drawn] == [
-        "load_heatmap",
-        "usage_by_expert",
-        "usage_by_expert_log",
-        "usage_by_rank",
-        "cv_by_layer",
-        "max_violation_by_layer",
-        "load_entropy_by_layer",
-        "gini_by_layer",
-    ]
+    drawn = [spec for spec in OF_VIEW if spec.can_draw(bare)]
+    assert [spec.name for spec in drawn] == ["load_map", "usage_by_expert", "lorenz", "balance_by_layer"]
     for spec in drawn:
         validate(spec.draw(bare))
+    pages = ["CV", "max violation", "Gini", "load entropy, share", "unused experts"]
+    assert drawn[-1].draw(bare).slider.values == pages
 
 
 def test_a_line_draws_the_tables_numbers_with_chance_and_collapse_in_grey(tables):
-    figure = next(spec for spec in ROUTING if spec.name == "cv_by_layer").draw(tables)
+    figure = next(spec for spec in OF_VIEW if spec.name == "balance_by_layer").draw(tables)
     rows = values_of(tables, "cv")
-    np.testing.assert_array_equal(figure.data[0]["y"], rows["value"])
-    corrected = figure.data[1]
-    np.testing.assert_array_equal(
-        corrected["y"][rows["corrected"] > 0.01], rows["corrected"][rows["corrected"] > 0.01]
-    )
-    np.testing.assert_allclose(corrected["y"] + corrected["error_y"]["array"], rows["high"])
-    assert "error_y" not in figure.data[0], "an interval around a number that it does not belong to"
-    grey = {trace["name"]: trace for trace in figure.data if trace["line"]["color"] == GREY}
-    np.testing.assert_array_equal(grey["random routing"]["y"], rows["chance"])
-    np.testing.assert_array_equal(grey["collapse"]["y"], rows["collapse"])
-    weighted = {trace["name"]: trace for trace in figure.data if "by gate weight" in trace["name"]}
-    level = weighted["random routing, by gate weight"]
-    np.testing.assert_array_equal(level["y"], values_of(tables, "gate_weight_cv")["chance"])
-    assert level["line"]["color"] == weighted["by gate weight"]["line"]["color"]
+    traces = {trace["name"]: trace for trace in figure.data[: figure.slider.per_value]}
+    np.testing.assert_array_equal(traces["CV"]["y"], rows["value"])
+    assert traces["random routing"]["line"]["color"] == traces["collapse"]["line"]["color"] == GREY
+    np.testing.assert_array_equal(traces["random routing"]["y"], rows["chance"])
+    np.testing.assert_array_equal(traces["collapse"]["y"], rows["collapse"])
+    band = next(trace for trace in figure.data if trace.get("fill") == "toself")["y"]
+    np.testing.assert_allclose(band, [*rows["high"], *rows["low"][::-1]])
 
 
-def test_the_number_of_tokens_is_a_column(tables, traced_run):
-    tokens = sum(traced_run.info["coverage"][1]["tokens"].values())
-    assert tokens_by_layer(tables).to_dict() == dict.fromkeys(range(3), tokens)
+@pytest.mark.parametrize(("name", "metric"), (METRICS | DIAGNOSTICS).items())
+def test_a_metric_is_a_column_with_its_references(name, metric):
+    column = TABLES["routing_layers"].quantity(name)
+    assert (column.chance, column.interval, column.few) == ("chance", ("low", "high"), "few")
+    assert column.chance_label
+    assert column.label == metric.title
 
 
-def test_the_band_about_an_even_share_is_two_standard_deviations_of_random_routing():
+# --- load
+
+
+def documents_of(tokens: int, documents: int, n: int, alike: float, generator) -> np.ndarray:
+    """Loads (documents, experts) of an even router with k = 1 whose documents prefer some experts."""
+    shares = generator.dirichlet(np.full(n, alike), documents)
+    return np.stack([generator.multinomial(tokens, share) for share in shares]).astype(float)
+
+
+@pytest.mark.parametrize(("alike", "most"), [(1.0, 0.07), (50.0, 0.06)])
+def test_of_even_loads_one_in_twenty_is_outside_its_noise_and_claims_are_corrected(alike, most):
     generator = np.random.default_rng(0)
-    tokens, n, k = 2000, 8, 3
-    counts = np.stack(
-        [
-            np.bincount(generator.random((tokens, n)).argsort(1)[:, :k].ravel(), minlength=n)
-            for _ in range(150)
-        ]
+    outside, claims = [], []
+    for _ in range(300):
+        loads = documents_of(50, 40, 8, alike, generator)
+        noise, p = load_noise(loads, np.zeros(40, int), 2000)
+        times = loads.sum(0) / 250
+        outside.append(np.abs(times - 1) > 1.96 * noise)
+        claims.append((p < 0.05 / 8).any())
+        random = np.sqrt(7 / 2000)  # of independent tokens: too small where documents are alike
+        assert (noise >= random).all()
+        assert alike != 1 or noise.mean() > 1.5 * random
+    assert np.mean(outside) <= most
+    assert np.mean(claims) <= 0.075
+
+
+def test_without_a_second_document_loads_have_no_noise_and_random_routing_is_the_least():
+    one = np.array([[90.0, 10.0, 0.0, 0.0]])
+    assert np.isnan(load_noise(one, np.zeros(1, int), 100)).all()
+    assert np.isnan(load_noise(np.vstack([one, one]), np.arange(2), 200)).all()  # one per domain
+    noise, p = load_noise(np.repeat(one, 20, axis=0), np.zeros(20, int), 2000)
+    np.testing.assert_allclose(noise, np.sqrt(0.75 / 500))  # documents are all equal
+    np.testing.assert_allclose(p[1], 2 * binom.cdf(200, 2000, 0.25), rtol=1e-9)
+
+
+def test_totals_over_domains_are_shares_of_an_even_load(traced_run):
+    load, totals = traced_run.table("load"), traced_run.table("load_totals")
+    keys = ["step", "layer", "phase", "expert"]
+    summed = load.groupby(keys)[["tokens", "gate_weight"]].sum()
+    np.testing.assert_array_equal(totals.set_index(keys)["tokens"], summed["tokens"])
+    np.testing.assert_allclose(totals.set_index(keys)["gate_weight"], summed["gate_weight"])
+    assert (
+        load.groupby(["step", "layer", "phase", "domain"])["tokens"].transform("mean") == load["even"]
+    ).all()
+    for _, rows in totals.groupby(["step", "layer", "phase"]):
+        tokens, ordered = rows["tokens"].to_numpy(), np.sort(rows["tokens"])[::-1]
+        np.testing.assert_allclose(rows["times_even"], tokens / tokens.mean())
+        np.testing.assert_allclose(rows["gate_times_even"], rows["gate_weight"] / rows["gate_weight"].mean())
+        curve = rows.sort_values("rank_share")
+        np.testing.assert_allclose(curve["load_share"], np.cumsum(ordered) / ordered.sum())
+        np.testing.assert_allclose(curve["rank_share"], [0.25, 0.5, 0.75, 1])
+        assert (curve["load_share_chance"].to_numpy() >= curve["rank_share"].to_numpy() - 1e-12).all()
+        assert curve["reference"].tolist() == [False, True, False, False]
+
+
+def test_unused_experts_are_marked_and_layers_with_few_tokens_are_not_judged():
+    counts = counted(np.array([[[90, 10, 0, 0]] * 30]), tokens=3000)
+    small = counted(np.array([[[1, 1, 0, 0]]]), tokens=2, layer=1)
+    layers = [{"step": 0, "layer": part.layer, "layer_name": "moe"} for part in (counts, small)]
+    rows = load_totals(
+        [{**layers[0], **load_total_columns(counts)}, {**layers[1], **load_total_columns(small)}]
     )
-    load = pd.DataFrame({"layer": 0, "domain": "", "expert": range(n), "tokens": counts[0]})
-    rows = pd.DataFrame({"layer": [0], "domain": "", "tokens": tokens})
-    (usage,) = usages({"load": load, "routing_layers": rows})
-    assert usage.even == tokens * k / n
-    assert usage.stray == pytest.approx(2 * counts.std(), rel=0.06)
+    assert rows["unused"].tolist() == [False, False, True, True] * 2
+    assert rows["few"].tolist() == [False] * 4 + [True] * 4
+    assert rows["claimed"].tolist() == [True] * 4 + [None] * 4
+    layers = pd.DataFrame({"phase": "prefill", "domain": "", "metric": "cv", "tokens": [100, 100, 9]})
+    assert mark_few(layers)["few"].tolist() == [False, False, True]
+
+
+# --- co-activation
 
 
 def pair_rows(chosen: np.ndarray, k: int) -> pd.DataFrame:
     """One layer's pairs, from a matrix tokens x experts of 0 and 1."""
-    tokens, n = chosen.shape
-    both, loads = chosen.T @ chosen, chosen.sum(axis=0)
-    a, b = np.nonzero(~np.eye(n, dtype=bool))
-    lift = tokens * both[a, b] / (loads[a] * loads[b])
-    chance = n * (k - 1) / (k * (n - 1))
-    counts = {"tokens": both[a, b], "tokens_a": loads[a], "tokens_b": loads[b], "layer_tokens": tokens}
-    pairs = {"expert_a": a, "expert_b": b, "lift": lift, "chance_lift": chance}
-    return expected_pairs(pd.DataFrame({**pairs, **counts}))
+    loads = chosen.sum(axis=0).astype(int)
+    counts = counted(loads[None, None], tokens=len(chosen), k=k, pairs_EE=chosen.T @ chosen)
+    return pd.DataFrame(coactivation_columns(counts))
 
 
 def random_choices(generator, tokens: int, n: int, k: int, lean: float = 0.0) -> np.ndarray:
@@ -174,15 +218,20 @@ def random_choices(generator, tokens: int, n: int, k: int, lean: float = 0.0) ->
     return chosen
 
 
+def strongest(rows: pd.DataFrame) -> pd.Series:
+    return rows.loc[rows["over"].where(~rows["few"]).idxmax()]
+
+
 def test_expected_pairs_and_their_largest_are_those_of_random_routing():
     generator = np.random.default_rng(1)
     runs = [pair_rows(random_choices(generator, 3000, 10, 3), 3) for _ in range(40)]
     counts = np.mean([rows["tokens"] for rows in runs], axis=0)
     np.testing.assert_allclose(np.mean([rows["expected"] for rows in runs], axis=0), counts, rtol=0.04)
-    found = [strongest_pair(rows) for rows in runs]
-    assert np.mean([pair.at_chance for pair in found]) - 1 == pytest.approx(
-        np.mean([pair.over for pair in found]) - 1, rel=0.2
-    )
+    spread = np.std([rows["tokens"] / rows["expected"] for rows in runs], axis=0)
+    assert np.mean([rows["over_noise"] for rows in runs]) == pytest.approx(spread.mean(), rel=0.1)
+    found = [strongest(rows) for rows in runs]
+    at_chance = np.mean([pair["largest_by_chance"] for pair in found])
+    assert at_chance - 1 == pytest.approx(np.mean([pair["over"] for pair in found]) - 1, rel=0.2)
 
 
 def test_pairs_of_experts_that_are_hardly_used_are_neither_named_nor_drawn():
@@ -191,9 +240,9 @@ def test_pairs_of_experts_that_are_hardly_used_are_neither_named_nor_drawn():
     rows = pair_rows(chosen, 2)
     last = rows[(rows["expert_a"] == 6) & (rows["expert_b"] == 7)].iloc[0]
     assert last["lift"] > 20
-    assert 7 not in strongest_pair(rows)[:2]
+    assert last["few"]
     assert np.isnan(lift_over_chance(rows).loc[6, 7])
-    assert strongest_pair(pair_rows(random_choices(np.random.default_rng(3), 40, 8, 2), 2)) is None
+    assert pair_rows(random_choices(np.random.default_rng(3), 40, 8, 2), 2)["few"].all()
 
 
 def twins(n=8):
@@ -207,15 +256,23 @@ def twins(n=8):
 def test_co_activated_experts_are_adjacent_and_near_on_the_map():
     order = coactivation_order(twins())
     assert abs(order.index(2) - order.index(5)) == 1
-    at, _ = principal_plane(Cloud.of_rows(coactivation_profiles(twins())))
+    at, _ = Cloud.of_rows(coactivation_profiles(twins())).plane
     distance = np.linalg.norm(at[:, None] - at[None], axis=-1)
     assert distance[2, 5] == pytest.approx(0, abs=1e-7)
     assert distance[2, 0] > 1
 
 
+def test_places_are_those_of_the_order(tables):
+    pairs = tables["coactivation"][tables["coactivation"]["layer"] == 1]
+    order = coactivation_order(lift_over_chance(pairs).to_numpy())
+    places = pairs.drop_duplicates("expert_a").set_index("expert_a")["place_a"]
+    assert [order[place] for place in places.sort_index()] == list(range(4))
+    assert (pairs.set_index("expert_b")["place_b"] == places.reindex(pairs["expert_b"])).all()
+
+
 def test_the_plane_is_that_of_the_covariances_leading_eigenvectors():
     profile = np.random.default_rng(2).normal(size=(12, 12))
-    at, share = principal_plane(Cloud.of_rows(profile))
+    at, share = Cloud.of_rows(profile).plane
     values = np.linalg.eigvalsh(np.cov(profile.T))[::-1]
     np.testing.assert_allclose(share, values[:2] / values.sum())
     np.testing.assert_allclose(at.var(axis=0, ddof=1), values[:2])
@@ -224,70 +281,81 @@ def test_the_plane_is_that_of_the_covariances_leading_eigenvectors():
 def test_noise_leaves_the_stated_share_on_two_axes():
     generator = np.random.default_rng(3)
     noise = generator.normal(size=(30, 16, 16))
-    again = [principal_plane(Cloud.of_rows(fill_diagonal(matrix + matrix.T)))[1].sum() for matrix in noise]
+    again = [Cloud.of_rows(fill_diagonal(matrix + matrix.T)).plane[1].sum() for matrix in noise]
     assert plane_of_noise(16) == pytest.approx(np.mean(again), abs=0.03)
 
 
 def test_the_lift_matrix_is_the_tables(tables):
-    pairs = expected_pairs(tables["coactivation"][tables["coactivation"]["layer"] == 1])
+    pairs = tables["coactivation"][tables["coactivation"]["layer"] == 1]
     matrix = lift_over_chance(pairs)
     row = pairs[(pairs["expert_a"] == 2) & (pairs["expert_b"] == 0)].iloc[0]
-    assert matrix.loc[2, 0] == row["lift"] / row["chance_lift"]
+    assert matrix.loc[2, 0] == pytest.approx(row["lift"] / row["chance_lift"], rel=1e-14)
     assert np.isnan(np.diag(matrix)).all()
 
 
-def test_heatmaps_of_ratios_are_white_at_one_and_reach_as_far_as_needed():
-    trace = ratio_heatmap(
-        np.array([[1.0, 2.0, 0.0, np.nan, 64.0]]), list("abcde"), ["0"], ("x", "y"), "", "", 4.0
-    )
-    np.testing.assert_array_equal(trace["z"], [[0, 1, -2, np.nan, 2]])
-    assert trace["zmin"] == -trace["zmax"] == -2
-    assert trace["colorbar"]["ticktext"][-1] == "≥ 4"
-    spread = np.linspace(1, 1.5, 100)
-    assert [
-        ratio_range([spread]),
-        ratio_range([spread**2]),
-        ratio_range([1 / spread**6]),
-        ratio_range([np.array([np.nan])]),
-    ] == [
-        2,
-        4,
-        8,
-        8,
-    ]
+# --- maps
 
 
-def test_unused_experts_are_named_and_have_no_point_on_a_logarithmic_axis():
-    load = pd.DataFrame({"layer": 0, "domain": "", "expert": range(4), "tokens": [90, 10, 0, 0]})
-    rows = pd.DataFrame({"layer": [0], "domain": "", "tokens": 100})
-    found = {"load": load, "routing_layers": rows}
-    assert "unused experts in layer 0" in load_heatmap(found).caption
-    figure = usage_by_rank(found)
-    assert re.findall(r"\d+", figure.caption) == ["1", "4", "0", "2", "2"]
-    assert np.isnan(figure.data[0]["y"][2:]).all()
-
-
-def test_areas_over_steps_hold_the_whole_load(trace):
-    tables = trace.in_main_phase()
-    figure = usage_area(tables)
-    for position in range(len(figure.slider.values)):
-        own = figure.data[position * figure.slider.per_value : (position + 1) * figure.slider.per_value]
-        np.testing.assert_allclose(sum(band["y"] for band in own), 1)
-    assert shares_by_step(tables, 0).columns.tolist() == [100, 200]
-
-
-def test_many_experts_share_an_area():
-    load = pd.DataFrame(
+def wide(experts: int = 12, methods: tuple[str, ...] = ("pca", "tsne")) -> dict[str, pd.DataFrame]:
+    """Two layers of experts whose router rows are three groups; expert 5 has no mean output."""
+    generator = np.random.default_rng(0)
+    frames, loads = [], []
+    for layer in range(2):
+        rows = np.eye(64)[np.arange(experts) % 3] + 0.05 * generator.standard_normal((experts, 64))
+        outputs = np.where(np.arange(experts)[:, None] == 5, np.nan, generator.standard_normal((experts, 64)))
+        for of, vectors in (("router", rows), ("outputs", outputs)):
+            columns = expert_cosine_columns(of, vectors)
+            frames.append(pd.DataFrame({"step": 0, "layer": layer, "layer_name": "moe", **columns}))
+        times = np.arange(experts) / ((experts - 1) / 2)
+        load = {"layer": layer, "phase": "prefill", "expert": range(experts), "times_even": times}
+        loads.append(pd.DataFrame(load))
+    pairs = pd.DataFrame(columns=[*TABLES["coactivation"].columns])
+    columns = expert_maps({"expert_cosines": pd.concat(frames), "coactivation": pairs}, methods)
+    domains = pd.DataFrame(
         [
-            {"layer": 0, "step": step, "expert": expert, "tokens": expert + step}
-            for step in (1, 2)
-            for expert in range(40)
+            {"layer": layer, "expert": expert, "domain": domain, "affinity": affinity}
+            for layer in range(2)
+            for expert in range(experts)
+            for domain, affinity in (
+                ("code", 1.5 if expert > 5 else 0.5),
+                ("prose", 0.5 if expert > 5 else 1.5),
+            )
+            if (layer, expert) != (0, 0)
         ]
     )
-    figure = usage_area({"load": load})
-    assert len(figure.data) == 13
-    assert figure.data[-1]["name"] == "other 28"
-    np.testing.assert_allclose(sum(band["y"] for band in figure.data), 1)
+    maps = pd.DataFrame(join_columns(columns))
+    made = {"maps": maps, "load_totals": pd.concat(loads, ignore_index=True), "domains": domains}
+    return {**made, "maps": map_facts(made, "prefill")}
+
+
+def test_maps_are_sized_by_load_and_coloured_by_the_domain_of_highest_affinity():
+    tables = wide(methods=("pca",))
+    figure = MAPS[0].draw(tables)
+    PlotlyFigure({"data": figure.data, "layout": figure.layout})
+    per = figure.slider.per_value
+    first = {trace["name"]: trace["text"] for trace in figure.data[:per]}
+    assert first["no token"] == ["0"]
+    assert first["code"] == [str(expert) for expert in range(6, 12)]
+    assert first["prose"] == [str(expert) for expert in range(1, 6)]
+    sizes = next(trace for trace in figure.data if trace["name"] == "code")["marker"]["size"]
+    np.testing.assert_allclose(sizes, np.clip(11 * np.sqrt(np.arange(6, 12) / 5.5), 4, 40))
+    rows = tables["maps"].query("of == 'router' and layer == 0")
+    apart = np.hypot(*(rows[axis].to_numpy()[:, None] - rows[axis].to_numpy() for axis in "xy"))
+    np.fill_diagonal(apart, np.inf)
+    assert (apart.argmin(axis=1) % 3 == np.arange(12) % 3).all()
+    share = rows["neighbours"].iloc[0]
+    assert f"neighbours preserved: {share:.3g} (at random: 0.455)" in figure.slider.captions[0]
+    assert set(tables["maps"].query("of == 'outputs'")["expert"]) == set(range(12)) - {5}
+
+
+@pytest.mark.parametrize(("experts", "best"), [(12, "pca"), (32, "tsne")])
+def test_a_slow_method_is_drawn_where_there_are_enough_experts(experts, best):
+    maps = wide(experts)["maps"]
+    assert set(maps["method"]) == {"pca", "tsne"}
+    assert set(maps[maps["best"]]["method"]) == {best}
+
+
+# --- steps, names
 
 
 def test_saturation_is_drawn_by_all_choices_and_by_the_first_each_beside_its_chance():
@@ -303,31 +371,46 @@ def test_saturation_is_drawn_by_all_choices_and_by_the_first_each_beside_its_cha
         }
         for layer, step, o, one in ((0, 1, 0.6, 0.3), (1, 1, 0.7, 0.5), (0, 2, 0.8, 0.6), (1, 2, 0.9, 0.8))
     ]
-    figure = saturation_curves({"stability": pd.DataFrame(rows)})
-    drawn = {trace["name"]: trace["y"] for trace in figure.data}
-    np.testing.assert_allclose(drawn["layer 0"], [0.6, 0.8])
-    np.testing.assert_allclose(drawn["top-k, usage alone"], [0.5, 0.5])
-    np.testing.assert_allclose(drawn["top-1, mean"], [0.4, 0.7])
-    np.testing.assert_allclose(drawn["top-1, usage alone"], [0.25, 0.25])
-    assert figure.caption.endswith("(usage alone: 0.5); top-1 40 % (usage alone: 25 %).")
+    figure = next(spec for spec in STEPS if spec.name == "saturation_curves").draw(
+        {"stability": pd.DataFrame(rows)}
+    )
+    first, second = (figure.data[place : place + 3] for place in (0, figure.slider.per_value))
+    assert [list(trace["y"]) for trace in first] == [[0.6, 0.8], [0.7, 0.9], [0.5, 0.5]]
+    assert [list(trace["y"]) for trace in second] == [[0.3, 0.6], [0.5, 0.8], [0.25, 0.25]]
+    assert figure.caption.endswith("0.65 (step 1) to 0.85 (step 2) (usage alone: 0.5).")
 
 
-def test_figures_have_unique_names_and_a_description():
-    specs = [*FIGURES, *MONITOR_FIGURES]
-    names = [spec.name for spec in specs]
-    assert len(names) == len(set(names))
-    assert all(spec.line.endswith(".") for spec in specs)
+def test_earlier_names_of_figures_answer_at_their_page(traced_run):
+    for name, page in {
+        "cv_by_layer": "CV",
+        "gini_by_layer": "Gini",
+        "purity_bars": "purity",
+        "cv_by_step": "CV",
+        "routing_entropy_by_step": "routing entropy",
+        "middle_unused_by_step": "unused experts",
+    }.items():
+        figure = traced_run.draw(name)
+        assert figure.slider.values[figure.slider.start] == page, name
+    assert traced_run.draw("usage_area").name == traced_run.draw("expert_by_step").name == "load_by_step"
+    assert traced_run.draw("load_heatmap").name == "load_map"
+    specs = [*FIGURES, *MONITORED]
+    earlier = [name for spec in {spec.name: spec for spec in specs}.values() for name in spec.was]
+    assert len(earlier) == len(set(earlier))
+    assert all(Verb("v", figures=specs).figure(f"{name}_by_step") is not None for name in DIAGNOSTICS)
 
 
 def test_a_run_draws_every_figure_it_lists_and_narrows_it_to_a_selection(traced_run):
     names = traced_run.figures()
-    assert {"cv_by_layer", "cv_by_step", "saturation_curves", "expert_map_router_pca"} <= set(names)
+    assert {"balance_by_layer", "balance_by_step", "load_by_step", "expert_map_router"} <= set(names)
     for name in names:
         validate(traced_run.draw(name))
-    assert list(traced_run.draw("cv_by_layer", layer=1).data[0]["x"]) == [1]
-    assert list(traced_run.draw("cv_by_step").data[0]["x"]) == [100, 200]
-    early = traced_run.draw("cv_by_layer", step=100).data[0]["y"]
+
+    def line(name: str, **selection):
+        return next(t for t in traced_run.draw(name, **selection).data if t.get("mode") == "lines+markers")
+
+    assert list(line("cv_by_layer", layer=1)["x"]) == [1]
+    assert list(line("cv_by_step")["x"]) == [100, 200]
     rows = traced_run.table("routing_layers").query(
         "step == 100 and phase == 'prefill' and domain == '' and metric == 'cv'"
     )
-    np.testing.assert_array_equal(early, rows.sort_values("layer")["value"])
+    np.testing.assert_array_equal(line("cv_by_layer", step=100)["y"], rows.sort_values("layer")["value"])

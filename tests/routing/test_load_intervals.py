@@ -12,10 +12,10 @@ import numpy as np
 import pytest
 from scipy import stats
 
+from moescope.routing.counts import SUMS, LayerCounts
 from moescope.routing.counts_to_tables import Corpus, metric_rows
 from moescope.routing.load_balance import balancing_loss_interval
 from moescope.routing.metrics import METRICS
-from moescope.routing.tally import SUMS, LayerCounts
 from moescope.statistics import BUCKETS
 
 REPETITIONS = 4000
@@ -44,9 +44,8 @@ def rows_of(loads_DE: np.ndarray) -> dict[str, dict]:
     counts_MBE = np.zeros((1, BUCKETS, n), dtype=np.int64)
     counts_MBE[0, :documents] = loads_DE
     sums_MBS = np.zeros((1, BUCKETS, len(SUMS)))
-    for name in ("tokens", "assigned"):
-        sums_MBS[..., SUMS.index(name)] = counts_MBE.sum(-1)
-    counts = LayerCounts(0, "mlp", "prefill", 1, counts_MBE, counts_MBE.astype(float), sums_MBS, np.eye(n))
+    sums_MBS[..., SUMS.index("tokens")] = counts_MBE.sum(-1)
+    counts = LayerCounts(0, "mlp", "prefill", 1, counts_MBE, counts_MBE.astype(float), sums_MBS)
     rows = metric_rows(counts, Corpus(["text"], [documents]), gates=False, decisions=False, order=False)
     return {row["metric"]: row for row in rows}
 

@@ -21,8 +21,7 @@ from torch import nn
 import moescope
 from moescope.errors import BadInput
 from moescope.routing.metrics import METRICS
-from moescope.routing.monitor import LoopMonitor
-from moescope.routing.monitor_run import Thresholds
+from moescope.routing.monitor import LoopMonitor, Thresholds
 from moescope.run import Run
 from routing.tiny_training import batch, documents, handed_out, load, model_of
 

@@ -7,9 +7,9 @@ import pytest
 import torch
 
 from moescope.errors import BadInput
-from moescope.routing.monitor import LoopMonitor
-from moescope.routing.monitor_run import ENTROPY, FEWEST_LOAD, AlertState, Thresholds
-from moescope.routing.monitor_tally import Window
+from moescope.routing.counts import SUMS, LayerCounts
+from moescope.routing.monitor import FEWEST_LOAD, AlertState, LoopMonitor, Thresholds
+from moescope.routing.monitor_capture import Window
 from moescope.run import Run
 from routing.tiny_training import batch, documents, model_of
 
@@ -18,22 +18,23 @@ EVEN = [100, 100, 100, 100, 100, 100, 100, 100]
 
 def window(loads: list[int], k: int = 1, entropy: float | None = None, nan: bool = False) -> Window:
     """One layer's window; gates are 1."""
-    made = Window.empty(1, len(loads))
-    made.counts_LE[0], made.gate_weight_LE[0] = loads, loads
-    made.tokens_L[0] = sum(loads) // k
+    counts_MBE, sums = np.array([[loads]]), dict.fromkeys(SUMS, 0.0)
+    gate_weight_MBE = counts_MBE.astype(float)
+    sums["tokens"] = sum(loads) // k
     if nan:
-        made.gate_weight_LE[0, 0] = np.nan
+        gate_weight_MBE[0, 0, 0] = np.nan
     if entropy is not None:
-        made.decided_L[0], made.decisions_LM[0, ENTROPY] = 10, 10 * entropy
-    return made
+        sums |= {"decided": 10, "routing_entropy": 10 * entropy}
+    sums_MBS = np.array([[list(sums.values())]], dtype=float)
+    return Window([LayerCounts(7, "mlp", "prefill", k, counts_MBE, gate_weight_MBE, sums_MBS)])
 
 
 def watch(**thresholds) -> AlertState:
-    return AlertState.start(Thresholds(**thresholds), [7], [8], 0)
+    return AlertState(Thresholds(**thresholds), [7], [8], 0)
 
 
 def kinds(watcher: AlertState, seen: Window, step: int = 1) -> list[tuple[str, int | None, float | None]]:
-    alerts = watcher.new_alerts(seen, step, [1])
+    alerts = watcher.new_alerts(seen, step)
     assert all((alert["step"], alert["layer"]) == (step, 7) for alert in alerts)
     assert all(alert["message"].startswith(f"step {step}, layer 7: ") for alert in alerts)
     return [(alert["kind"], alert["expert"], alert["value"]) for alert in alerts]
@@ -69,19 +70,19 @@ def test_entropy_is_raised_below_its_limit_where_logits_were_looked_at():
 
 
 def test_one_expert_is_certain_of_every_token_and_that_is_no_news():
-    alone = AlertState.start(Thresholds(), [7], [1], 0)
+    alone = AlertState(Thresholds(), [7], [1], 0)
     assert kinds(alone, window([800], entropy=0.0)) == []
-    assert kinds(AlertState.start(Thresholds(), [7], [2], 0), window([400, 400], entropy=0.0)) == [
+    assert kinds(AlertState(Thresholds(), [7], [2], 0), window([400, 400], entropy=0.0)) == [
         ("entropy", None, 0.0)
     ]
 
 
 def test_low_entropy_by_design_raises_no_alert_but_collapse_does():
-    sure = AlertState.start(Thresholds(), [7], [8], 0, certain=[7])
+    sure = AlertState(Thresholds(), [7], [8], 0, certain=[7])
     assert kinds(sure, window(EVEN, entropy=0.01)) == []
     collapsed = window([800, 0, 0, 0, 0, 0, 0, 0], entropy=0.01)
     assert {kind for kind, *_ in kinds(sure, collapsed, 2)} == {"max_load", "unused"}
-    other = AlertState.start(Thresholds(), [7], [8], 0, certain=[3])
+    other = AlertState(Thresholds(), [7], [8], 0, certain=[3])
     assert [kind for kind, *_ in kinds(other, window(EVEN, entropy=0.01))] == ["entropy"]
 
 

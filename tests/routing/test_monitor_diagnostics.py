@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from moescope.routing.monitor_tally import DiagnosticSums, DiagnosticTally
+from moescope.routing.monitor_capture import DiagnosticSums, DiagnosticTally
 from moescope.types import Diagnostic
 
 CPU = torch.device("cpu")

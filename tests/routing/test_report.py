@@ -13,13 +13,11 @@ from dataclasses import replace
 import numpy as np
 import pandas as pd
 import pytest
-from scipy.stats import norm
 
 from moescope.errors import BadInput
 from moescope.reporting.page import slug
 from moescope.reporting.verb import report
-from moescope.routing.figures_experts import MAPS
-from moescope.routing.figures_steps import FIGURES, OVER_STEPS
+from moescope.routing.figures import FIGURES, MAPS, STEPS
 from moescope.routing.metrics import METRICS
 from moescope.routing.report_views import (
     load_trace,
@@ -33,12 +31,11 @@ from moescope.routing.report_views import (
 from moescope.routing.tables import TRACE_TABLES
 from moescope.routing.trace import trace
 from moescope.run import Run, write_table
-from moescope.weights.verb import scan
 from report_payloads import glossary_terms, page_data, page_sections, payloads
 from routing.routing_runs import EVIL, evil_run
 from routing.tiny_text import save_model, texts, write_jsonl
 
-ROUTING = [spec for spec in FIGURES if spec not in (*MAPS, *OVER_STEPS)]
+ROUTING = [spec for spec in FIGURES if spec not in (*MAPS, *STEPS)]
 
 
 @pytest.fixture(scope="module")
@@ -85,7 +82,7 @@ def test_every_figure_of_every_view_and_over_steps_is_in_the_report(html):
     for view in ("step 100, prefill", LAST):
         assert all(in_view(names, view, spec.name) for spec in ROUTING)
     assert not in_view(names, "step 100, decode", "coactivation_heatmap")
-    assert all(any(name.endswith(f"-{spec.name}") for name in names) for spec in OVER_STEPS)
+    assert all(any(name.endswith(f"-{spec.name}") for name in names) for spec in STEPS[:2])
     assert {f"cards0-{slug(LAST)}-{layer}" for layer in range(3)} <= names
 
 
@@ -110,18 +107,17 @@ def test_findings_name_chance_and_collapse(html, traced_run):
     top = rows.loc[rows["value"].idxmax()]
     words = re.search(
         (
-            r"Load balance: worst in layer (\d), CV ([\d.]+) \(corrected for few documents: ([\d.]+) "
-            r"\[([\d.]+), ([\d.]+)\]\); ([\d.]+) for "
-            r"random routing, ([\d.]+) at collapse"
+            r"Load balance: worst in layer (\d), CV ([\d.]+) \[([\d.]+), ([\d.]+)\] "
+            r"\(random routing: ([\d.]+)\)"
         ),
         html,
     )
     assert words is not None
     numbers = [float(word) for word in words.groups()]
     assert numbers == pytest.approx(
-        [top[key] for key in ("layer", "value", "corrected", "low", "high", "chance", "collapse")], rel=6e-3
+        [top[key] for key in ("layer", "value", "low", "high", "chance")], rel=6e-3
     )
-    assert "Routing consistency between steps 100 and 200" in html
+    assert "Routing consistency of steps 100 and 200" in html
 
 
 def test_findings_lead_to_figures_of_the_page(html):
@@ -169,7 +165,8 @@ def test_what_a_trace_cannot_tell_is_said_and_not_drawn(plain_run, tmp_path):
     assert "steps" not in [entry["id"] for entry in page_sections(page, "routing")]
     assert page_data(page)["views"] == []
     assert "no intervals: 20 documents are needed, 3 given" in texts_of(page)
-    assert "No interval" in payload(page, "all tokens", "cv_by_layer")["caption"]
+    traces = payload(page, "all tokens", "balance_by_layer")["data"]
+    assert not [trace for trace in traces if trace.get("fill")], "an interval of three documents"
 
 
 def test_the_command_in_the_report_makes_the_same_run(html, plain_run, traced_run, tmp_path):
@@ -219,8 +216,8 @@ def test_an_imported_trace_gives_a_report_without_what_it_does_not_hold(traced_r
     )
     page = report(run).read_text(encoding="utf-8")
     found = payloads(page)
-    assert in_view(found, "all tokens", "load_heatmap")
-    assert not in_view(found, "all tokens", "routing_entropy_by_layer")
+    assert in_view(found, "all tokens", "load_map")
+    assert not in_view(found, "all tokens", "decisions_by_layer")
     assert in_view(found, "all tokens", "sequence_by_layer")
     assert "this trace holds no logits" in texts_of(page)
     assert "--recorded" in found["summary0-info"]["command"]
@@ -273,6 +270,7 @@ def test_tables_are_folded_below_their_figures_largest_first_and_cut_where_long(
         "expert",
         "tokens",
         "gate_weight",
+        "even",
     ]
     mine = traced_run.table("load").query("step == 200 and phase == 'prefill'")
     assert [row[3] for row in load["rows"]] == sorted(mine["tokens"], reverse=True)
@@ -357,12 +355,13 @@ def test_the_map_has_the_load_of_every_expert_as_a_multiple_of_an_even_share(htm
     times = counts.div(counts.mean(axis=1), axis=0)
     assert measure["layers"] == [0, 1, 2]
     np.testing.assert_allclose(measure["value"], times, rtol=1e-3)
-    # random routing of N tokens to k of n: a count is hypergeometric-like with variance N share (1 - share)
-    tokens = counts.sum(axis=1) / 2
-    share = 2 / counts.shape[1]
-    z = (counts.sub(tokens * share, axis=0)).div(np.sqrt(tokens * share * (1 - share)), axis=0)
-    critical = -norm.ppf(0.05 / (2 * counts.size))
-    np.testing.assert_array_equal(np.array(measure["beyond"], bool), z.abs() > critical)
+    rows = traced_run.table("load_totals").query("step == 200 and phase == 'prefill'")
+    claimed = rows.pivot(index="layer", columns="expert", values="claimed").astype(bool)
+    np.testing.assert_array_equal(np.array(measure["beyond"], bool), claimed)
+    places = traced_run.table("coactivation").query("step == 200").drop_duplicates(["layer", "expert_a"])
+    np.testing.assert_array_equal(
+        measure["cluster"], places.pivot(index="layer", columns="expert_a", values="place_a")
+    )
 
 
 def test_domain_lifts_of_the_map_are_the_tables_affinities(html, traced_run):
@@ -389,43 +388,16 @@ def test_an_experts_tokens_come_by_count_times_log_lift():
     ]
 
 
-# --- weights and text together
+# --- weights and text on one page
 
 
-def test_scan_and_trace_of_one_model_give_one_report_with_what_they_show_together(deep_runs, tmp_path):
+def test_scan_and_trace_of_one_model_give_one_report(deep_runs, tmp_path):
     scanned, traced = deep_runs
     page = report(scanned, traced, out=tmp_path / "r.html").read_text(encoding="utf-8")
     found = payloads(page)
-    assert any(name.endswith("-accuracy_by_k") for name in found)
-    assert any(name.startswith("trace1-") and name.endswith("-cv_by_layer") for name in found)
-    assert any(name.endswith("-ambiguity_against_cv") for name in found)
-    caption = next(found[name] for name in found if name.endswith("-ambiguity_against_confidence"))["caption"]
-    from scipy.stats import spearmanr
-
-    values = (
-        traced.table("routing_layers")
-        .query("metric == 'confidence' and domain == ''")
-        .sort_values("layer")["value"]
-    )
-    coefficients = {
-        router: float(text.replace("−", "-"))
-        for text, router in re.findall(r"(−?[\d.]+) \((raw|centered)\)", caption)
-    }
-    for router, rows in scanned.table("ambiguity").sort_values("layer").groupby("router"):
-        coefficient = spearmanr(rows["absolute_score"], values).statistic
-        assert coefficients[router] == pytest.approx(coefficient, abs=5e-3)
+    assert any(name.endswith("-identification_by_k") for name in found)
+    assert any(name.startswith("trace1-") and name.endswith("-balance_by_layer") for name in found)
     assert {"shuffle_mean", "gini"} <= glossary_terms(page)
-
-
-def test_under_five_layers_and_for_different_checkpoints_nothing_is_drawn_together(
-    traced_run, planted_run, tmp_path
-):
-    scanned = scan(traced_run.info["checkpoints"][1]["path"], out=tmp_path / "scan", quiet=True)
-    page = report(scanned, traced_run, out=tmp_path / "r.html").read_text(encoding="utf-8")
-    assert "Not available: 3 layers in both runs, 5 are needed." in texts_of(page)
-    assert not [name for name in payloads(page) if "ambiguity_against" in name]
-    other = report(planted_run, traced_run, out=tmp_path / "o.html").read_text(encoding="utf-8")
-    assert "Not available: no scan and trace here are of the same checkpoint." in texts_of(other)
 
 
 # --- what texts may hold

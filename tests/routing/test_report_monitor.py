@@ -34,7 +34,7 @@ def test_a_monitored_training_is_drawn_over_its_steps_finished_or_not(tmp_path):
     for name, told in (("done", False), ("stopped", True)):
         run = Run.load(tmp_path / name)
         load, routers = MONITOR.sections(run, Selection())
-        assert {"cv_by_step", "routing_entropy_by_step"} <= {spec.name for spec, _ in load.figures}
+        assert {"balance_by_step", "load_by_step"} == {spec.name for spec, _ in load.figures}
         assert [spec.name for spec, _ in routers.figures] == ["router_gradient_by_step"]
         page = report(run.path, out=tmp_path / f"{name}.html").read_text()
         assert "Load balance at the end of training: worst in layer" in page
@@ -57,46 +57,51 @@ def lab_run(router: str, folder: Path, **options: object) -> Run:
 
 
 @pytest.mark.parametrize(
-    ("router", "drawn", "told"),
+    ("router", "drawn"),
     [
-        ("spectra", {"column_error", "direction_overlap"}, set()),
+        ("spectra", ["column error", "overlap of directions"]),
+        ("some", ["key cosine", "key strength", "weakened keys"]),
+        ("loss_free", ["spread of the bias"]),
         (
-            "some",
-            {"key_cosine", "middle_gini", "middle_load_entropy_bits", "middle_unused"},
-            {"key strength 1 (1 before the decay)", "weakened keys 0 (0 "},
+            "expert_choice",
+            ["tokens without an expert", "experts per token", "spread of experts per token"],
         ),
-        ("loss_free", {"bias_spread"}, set()),
-        ("expert_choice", {"tokens_without_expert", "experts_per_token_spread"}, {"experts per token 2.5"}),
-        ("top2", None, set()),
+        ("top2", []),
     ],
 )
-def test_router_diagnostics_that_vary_are_drawn_and_constant_ones_are_a_sentence(
-    tmp_path, router, drawn, told
-):
+def test_router_diagnostics_are_drawn_over_steps_with_their_last_values(tmp_path, router, drawn):
     run = lab_run(router, tmp_path / "run")
-    diagnostics = [
-        section for section in MONITOR.sections(run, Selection()) if section.anchor == "diagnostics"
-    ]
-    if drawn is None:
-        assert diagnostics == []
+    found = [section for section in MONITOR.sections(run, Selection()) if section.anchor == "diagnostics"]
+    if not drawn:
+        assert found == []
         return
-    assert {spec.name for spec, _ in diagnostics[0].figures} == {f"{name}_by_step" for name in drawn}
-    assert all(words in diagnostics[0].text for words in told)
-    assert ("not drawn" in diagnostics[0].text) == bool(told)
+    (section,) = found
+    ((spec, tables),) = section.figures
+    figure = spec.draw(tables)
+    assert (figure.slider.values if figure.slider else [figure.columns[0].replace("_", " ")]) == (
+        drawn if figure.slider else ["column error"]
+    )
+    assert list(section.facts) == [f"{name}, last step" for name in drawn]
+    if router == "some":
+        assert section.facts["key strength, last step"] == "1 (before the decay: 1)"
     page = report(run.path, out=tmp_path / "report.html").read_text()
-    for spec, tables in diagnostics[0].figures:
-        figure = spec.draw(tables)
-        assert figure.caption.split(";")[0] in page_text(page)
-        assert set(figure.columns) <= glossary_terms(page)
+    assert figure.caption in page_text(page)
+    assert set(figure.columns) <= glossary_terms(page)
+
+
+def balance(section) -> list[str]:
+    """The pages of the figure of load balance."""
+    spec, tables = section.figures[0]
+    return spec.draw(tables).slider.values
 
 
 def test_a_router_built_to_be_sure_is_said_to_raise_no_alert_about_it(tmp_path):
     load = MONITOR.sections(lab_run("spectra", tmp_path / "sure"), Selection())[0]
     assert "low routing entropy in layers 0 to 2 raises no alert" in load.text
-    assert "dropped_by_step" in {spec.name for spec, _ in load.figures}, "the quota turned some away"
+    assert "empty expert slots" in balance(load), "the quota turned some away"
     load = MONITOR.sections(lab_run("spectra", tmp_path / "plain", plain=True), Selection())[0]
     assert "raises no alert" not in load.text
-    assert "dropped_by_step" not in {spec.name for spec, _ in load.figures}
+    assert "empty expert slots" not in balance(load)
 
 
 def test_before_the_first_table_there_is_nothing_to_report(tmp_path):

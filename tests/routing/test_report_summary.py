@@ -39,25 +39,19 @@ def test_over_steps_the_load_and_what_was_kept_are_told_first_with_their_chance_
     rows = traced_run.table("routing_layers").query("metric == 'cv' and domain == '' and phase == 'prefill'")
     means = rows.groupby("step")["value"].mean()
     told = re.fullmatch(
-        (
-            r"Load balance from step 100 to step 200: mean CV ([\d.]+) to ([\d.]+) "
-            r"\(random routing: ([\d.]+)\)\."
-        ),
+        r"Load balance over steps: mean CV ([\d.]+) \(step 100\) to ([\d.]+) \(step 200\) "
+        r"\(random routing: ([\d.]+)\)\.",
         load,
     )
     assert [float(number) for number in told.groups()[:2]] == pytest.approx(means.tolist(), rel=5e-3)
-    stability = traced_run.table("stability")
+    beyond = traced_run.table("stability").set_index("layer")["routing_consistency_corrected"]
     told = re.fullmatch(
-        (
-            r"Routing consistency between steps 100 and 200: ([\d.]+) % of the experts, ([\d.]+) beyond "
-            r"chance \(0\), lowest in layer (\d) \(([\d.]+)\)\."
-        ),
+        r"Routing consistency of steps 100 and 200: ([\d.]+) to ([\d.]+) beyond chance, lowest in layer (\d) "
+        r"\(chance: 0\)\.",
         kept,
     )
-    assert float(told[1]) == pytest.approx(100 * stability["routing_consistency"].mean(), rel=5e-3)
-    least = stability.loc[stability["routing_consistency_corrected"].idxmin()]
-    assert int(told[3]) == least["layer"]
-    assert float(told[4]) == pytest.approx(least["routing_consistency_corrected"], rel=5e-3)
+    assert [float(told[1]), float(told[2])] == pytest.approx([beyond.min(), beyond.max()], rel=5e-3)
+    assert int(told[3]) == beyond.idxmin()
 
 
 def test_of_three_steps_the_last_two_are_named_and_one_step_has_no_such_sentence(traced_run):
@@ -71,19 +65,18 @@ def test_of_three_steps_the_last_two_are_named_and_one_step_has_no_such_sentence
         name: pd.concat([trace.tables[name], frame[frame["step"] == 300]]) for name, frame in later.items()
     }
     pairs = trace.tables["stability"]
-    between = {(100, 300): 0.4, (100, 200): 0.5, (200, 300): 0.75}
+    between = {(100, 300): 0.2, (100, 200): 0.25, (200, 300): 0.375}
     tables["stability"] = pd.concat(
         [
-            pairs.assign(
-                step_a=a, step_b=b, routing_consistency=value, routing_consistency_corrected=value / 2
-            )
+            pairs.assign(step_a=a, step_b=b, routing_consistency_corrected=value, tau_is_noise=True)
             for (a, b), value in between.items()
         ]
     )
     three = type(trace)(trace.run, tables)
-    sentence = step_findings(three)[1]
-    assert "between steps 100 and 300: 40 % of the experts, 0.2 beyond chance (0)" in sentence
-    assert sentence.endswith("; between steps 200 and 300: 75 % of the experts, 0.375 beyond chance.")
+    _, kept, last, noise = step_findings(three)
+    assert kept.startswith("Routing consistency of steps 100 and 300: 0.2 beyond chance")
+    assert last.startswith("Routing consistency of the last two steps, 200 and 300: 0.375 beyond chance")
+    assert noise.startswith("In 3 of 3 layers")
     assert which_findings(three) == "step 300, the last of 100, 200 and 300; prefill"
     one = type(trace)(
         trace.run,
@@ -115,5 +108,5 @@ def test_key_numbers_are_the_worst_layers_with_their_chance_levels(traced_run):
     top = cv.loc[cv["value"].idxmax()]
     assert (keys["Worst load CV"].value, keys["Worst load CV"].chance) == (top["value"], top["chance"])
     entropy = rows[rows["metric"] == "routing_entropy"]
-    assert keys["Mean routing entropy"].value == entropy["value"].mean()
+    assert keys["Lowest routing entropy"].value == entropy["value"].min()
     assert 3 <= len(keys) <= 6

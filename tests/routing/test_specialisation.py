@@ -117,7 +117,7 @@ def test_the_interval_of_an_affinity_is_that_of_resampled_documents():
     """4,000 resamples within domains of 200 documents; Student's quantile hardly differs from the normal."""
     generator = np.random.default_rng(0)
     counts = drawn_texts(uneven_domains(6, generator), 200, 50.0, generator)
-    low, high = affinity_interval(counts, [200] * 3)
+    low, high, _ = affinity_interval(counts, [200] * 3)
     places = generator.integers(0, 200, (4000, 3, 200))
     weights = np.zeros((4000, 3, 200))
     np.add.at(weights, (np.arange(4000)[:, None, None], np.arange(3)[None, :, None], places), 1.0)
@@ -130,20 +130,33 @@ def test_the_interval_of_an_affinity_is_that_of_resampled_documents():
 def test_few_documents_in_one_domain_and_experts_of_few_documents_have_no_interval():
     generator = np.random.default_rng(1)
     counts = drawn_texts(uneven_domains(4, generator), 40, 50.0, generator)
-    assert np.isnan(affinity_interval(counts, [40, 40, 19])).all()
+    assert np.isnan(affinity_interval(counts, [40, 40, 19])[:2]).all()
     assert np.isfinite(affinity_interval(counts, [40, 40, 20])).all()
     counts[1, 7:, 2] = 0  # seven documents of the second domain use expert 2
     counts[2, :, 3] = 0  # no document of the third domain uses expert 3
-    low, high = affinity_interval(counts, [40] * 3)
+    low, high, _ = affinity_interval(counts, [40] * 3)
     missing = {tuple(cell) for cell in np.argwhere(np.isnan(low))}
     assert missing == {tuple(cell) for cell in np.argwhere(np.isnan(high))} == {(1, 2), (2, 3)}
+
+
+@pytest.mark.parametrize(("documents", "alike", "most"), [(6, 50.0, 0.06), (40, 50.0, 0.06), (40, 2.0, 0.07)])
+def test_of_domains_that_are_alike_one_affinity_in_twenty_is_outside_its_noise(documents, alike, most):
+    generator = np.random.default_rng(4)
+    base_ME = np.repeat(uneven_domains(8, generator)[:1], 3, axis=0)
+    outside = []
+    for _ in range(150):
+        counts = drawn_texts(base_ME, documents, alike, generator)
+        noise = affinity_interval(counts, [documents] * 3)[2]
+        outside.append(np.abs(affinity(counts.sum(1)) - 1) > 1.96 * noise)
+    assert np.mean(outside) <= most
+    assert np.isnan(affinity_interval(counts[:, :1], [1, 1, 1])[2]).all()
 
 
 def test_an_affinity_is_at_most_the_number_of_domains_and_so_is_its_interval():
     counts = np.zeros((2, 30, 2))
     counts[0, :, 0], counts[1, :, 1] = 50, 50
     counts[0, 0, 1] = counts[1, :9, 0] = 1
-    low, high = affinity_interval(counts, [30, 30])
+    low, high, _ = affinity_interval(counts, [30, 30])
     assert np.nanmax(high) <= 2
     assert (low[~np.isnan(low)] <= affinity(counts.sum(1))[~np.isnan(low)]).all()
 
@@ -159,7 +172,7 @@ def test_intervals_of_affinities_cover_the_truth(documents, experts, alike):
     base_ME = uneven_domains(experts, generator)
     covered = known = 0
     for _ in range(400):
-        low, high = affinity_interval(drawn_texts(base_ME, documents, alike, generator), [documents] * 3)
+        low, high, _ = affinity_interval(drawn_texts(base_ME, documents, alike, generator), [documents] * 3)
         truth = base_ME / base_ME.mean(0)
         known += np.isfinite(low).sum()
         covered += ((low <= truth) & (truth <= high)).sum()

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import pytest
 
-from moescope.routing.contexts import TokenText
+from moescope.routing.token_sample import TokenText
 
 TEXT = "Das Café von früher, 東京 und ein 🙂 am Ende"
 

@@ -8,12 +8,12 @@ import numpy as np
 import pytest
 import torch
 
-from moescope.demo.planted import write_planted
 from moescope.spectral import gpu
 from moescope.spectral.alignment import cumulative_energy
 from moescope.spectral.batched_eigen import divide_and_conquer, tridiagonalise
 from moescope.spectral.decompose import LEADING_VECTORS, decompose, make_k_grid
 from moescope.weights.verb import scan
+from planted import write_planted
 from spectral.builders import STORED_BITS, stored_low_rank
 from spectral.test_batched_eigen import KINDS as TRIDIAGONAL
 from spectral.test_batched_eigen import check_eigenbasis, tridiagonal

@@ -239,7 +239,8 @@ def suffices(values, precision, k_grid, tall=True, row=None):
     squares = torch.from_numpy(values) ** 2
     row = np.ones(len(values)) if row is None else row
     coordinates = torch.from_numpy(row / np.linalg.norm(row))[None]
-    return bool(gram_suffices(squares[None], coordinates[None], 96, tall, k_grid, BOUND[precision]))
+    shape = (96, len(values)) if tall else (len(values), 96)
+    return bool(gram_suffices(squares[None], coordinates[None], shape, k_grid, BOUND[precision]))
 
 
 def test_exact_is_stricter_than_fast_about_the_same_spectrum():

@@ -8,7 +8,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
-from moescope.demo.planted import planted_layer
 from moescope.spectral.alignment import AlignmentMatrix
 from moescope.spectral.pairing import (
     CHANCE,
@@ -25,6 +24,7 @@ from moescope.spectral.pairing import (
     pairing_test,
     pairings,
 )
+from planted import planted_layer
 from spectral.builders import matrix_of, random_layer
 
 ALPHAS = (0.01, 0.05, 0.2)

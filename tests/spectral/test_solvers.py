@@ -1,8 +1,8 @@
 import numpy as np
 import pytest
 
-from moescope.spectral import solvers
-from moescope.spectral.solvers import (
+from moescope.spectral import decompose as solvers
+from moescope.spectral.decompose import (
     DENSE,
     BidiagonalSVD,
     bidiagonal_root,

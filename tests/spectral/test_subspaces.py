@@ -6,7 +6,6 @@ import torch
 from moescope.spectral.decompose import decompose
 from moescope.spectral.subspaces import (
     Similarity,
-    expert_pairs,
     make_subspace_grid,
     orthogonality,
     similarities,
@@ -24,7 +23,7 @@ def test_overlap_and_largest_cosine_follow_from_scipys_principal_angles():
     bases = [orthonormal(generator, 20, 8) for _ in range(4)]
     bases[3][:, :5] = bases[0][:, :5]  # experts 0 and 3 share directions
     bases[3] = np.linalg.qr(bases[3])[0]
-    first, second = expert_pairs(4)
+    first, second = np.triu_indices(4, k=1)
     for similarity in similarities(bases, [1, 2, 4, 8]):
         k = similarity.k
         for pair, (a, b) in enumerate(zip(first, second, strict=True)):
@@ -51,7 +50,7 @@ def test_equal_subspaces_overlap_fully_and_orthogonal_ones_not_at_all():
 
 
 def test_pairs_come_in_the_order_of_the_upper_triangle():
-    first, second = expert_pairs(4)
+    first, second = np.triu_indices(4, k=1)
     assert list(zip(first.tolist(), second.tolist(), strict=True)) == [
         (0, 1),
         (0, 2),
@@ -87,7 +86,7 @@ def test_cosines_of_real_experts_do_not_depend_on_the_signs_of_their_singular_ve
 
     expected = cosines(np.ones((5, 12)))
     oriented = [right[:, 0] * np.sign(left[:, 0].mean()) for left, _, right in factors]
-    first, second = expert_pairs(5)
+    first, second = np.triu_indices(5, k=1)
     np.testing.assert_allclose(
         expected, [oriented[a] @ oriented[b] for a, b in zip(first, second, strict=True)], atol=1e-9
     )

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from checkpoints import tiny_checkpoint
-from moescope.spectral.trial import LAYER, Trial, run_trial
+from moescope.families.inspect import LAYER, Trial, run_trial
 
 
 def test_a_layer_takes_its_decompositions_its_pairs_its_test_and_its_tables():

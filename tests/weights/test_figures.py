@@ -1,31 +1,21 @@
 """Every figure drawn from real runs, handed to plotly's own validator; captions say what the run shows."""
 
-import json
-
 import numpy as np
+import pandas as pd
 import pytest
 from plotly.graph_objects import Figure as PlotlyFigure
 
 from checkpoints import expert_name, router_name, tiny_config, tiny_tensors, write_checkpoint
-from moescope.plotting.style import (
-    GREY,
-    blend,
-    from_to,
-    heatmap,
-    layer_colors,
-    named_layers,
-    number,
-    reference_k,
-)
-from moescope.weights.figures import ACROSS_LAYERS, ONE_LAYER
-from moescope.weights.figures_alignment import compact
-from moescope.weights.figures_identification import ACROSS_STEPS, ACROSS_VIEWS
-from moescope.weights.figures_layer import COMPLETE_VIEW
-from moescope.weights.figures_redundancy import overlaps, sampled_ranks, similarity_order
-from moescope.weights.report import stack
-from moescope.weights.report_findings import views
+from moescope.plotting.style import GREY, blend, from_to, layer_colors, named_layers, number
+from moescope.spectral.subspaces import similarity_order
+from moescope.weights.figures import ACROSS_VIEWS, COMPLETE, FIGURES, NAMED, OF_LAYER, STEPS
+from moescope.weights.layer import reference_k
+from moescope.weights.report import stack, views
 from moescope.weights.tables import TABLES
 from moescope.weights.verb import scan
+
+OVER_STEPS = {spec.name for spec in STEPS}
+ACROSS = [spec for spec in FIGURES if not spec.one and spec.name not in OVER_STEPS]
 
 SHAPES = {
     "two experts": {"experts": 2},
@@ -68,128 +58,145 @@ def validate(figure):
 @pytest.mark.parametrize("name", SHAPES)
 def test_every_figure_of_a_run_can_be_drawn_whatever_its_shape(name, tmp_path):
     view = views(small_run(tmp_path, name))[0]
-    for spec in ACROSS_LAYERS:
-        validate(spec.draw(view.tables))
+    drawn = {spec.name for spec in ACROSS if spec.can_draw(view.tables)}
+    # a line over k needs two ks below d
+    assert drawn >= {spec.name for spec in ACROSS} - {"identification_by_k", "alignment_by_k", "overlap_by_k"}
+    for spec in ACROSS:
+        if spec.name in drawn:
+            validate(spec.draw(view.tables))
     for _, tables in view.by_layer():
-        for spec in (*ONE_LAYER, *COMPLETE_VIEW):
-            validate(spec.draw(tables))
+        assert NAMED["pair_matrix"].can_draw(tables)
+        for spec in (*OF_LAYER, *COMPLETE):
+            if spec.can_draw(tables):
+                validate(spec.draw(tables))
 
 
 def test_every_figure_needs_no_table_but_those_it_names(planted_run):
     found = views(planted_run)
     layer_tables = dict(found[0].by_layer())[3]
-    for spec in ACROSS_LAYERS:
+    for spec in ACROSS:
         validate(spec.draw({name: found[0].tables[name] for name in spec.needs}))
-    for spec in (*ONE_LAYER, *COMPLETE_VIEW):
+    for spec in (*OF_LAYER, *COMPLETE):
         validate(spec.draw({name: layer_tables[name] for name in spec.needs}))
     stacked = stack(found)
-    for spec in (*ACROSS_VIEWS, *ACROSS_STEPS):
+    for spec in ACROSS_VIEWS:
         validate(spec.draw({name: stacked[name] for name in spec.needs}))
 
 
 def test_a_run_draws_its_figures_by_name_of_the_view_and_layer_selected(planted_run):
-    assert len(planted_run.figures()) == len(planted_run.verb.figures)
-    caption = planted_run.draw("pair_matrix", layer=4, router="centered").caption
+    assert set(planted_run.figures()) == {spec.name for spec in FIGURES} - OVER_STEPS
+    drawn = planted_run.draw("pair_matrix", layer=4, router="centered")
     view = views(planted_run)[1]
-    assert caption == ONE_LAYER[0].draw(dict(view.by_layer())[4]).caption
-    assert len(planted_run.draw("compare_accuracy", router=None).data) == 4  # two views, each with its chance
+    assert drawn.caption == NAMED["pair_matrix"].draw(dict(view.by_layer())[4]).caption
+    compared = planted_run.draw("identification_by_layer", router=None)
+    names = [trace["name"] for trace in compared.data[: compared.slider.per_value]]
+    assert names[:2] == ["gate, centered router", "gate, raw router"]
     for name in planted_run.figures():
         validate(planted_run.draw(name))
 
 
-def test_captions_state_what_was_planted(planted_run):
-    view = views(planted_run)[0]
-    captions = {spec.name: spec.draw(view.tables).caption for spec in ACROSS_LAYERS}
-    level = view.tables["alignment_tests"]["chance_accuracy"].median()
-    assert captions["accuracy_by_k"] == (
-        "Identifying: layers 1 and 2; beyond chance: layer 3; in another order: layer 4; at chance: layer 0 "
-        f"(chance: 1/8; best k: {number(level)})."
-    )
-    assert level > 1 / 8
-    assert "layer 3: experts 2 and 5, |cos| 0.98" in captions["cosine_heatmap"]
-    assert captions["orthogonality_by_layer"].startswith("1 collapsed pair, in layer 3")
-    assert "layer 2" in captions["cos_squared_by_layer"]
+def test_every_earlier_name_draws_the_page_that_replaces_it(planted_run):
+    earlier = {name: (spec, page) for spec in FIGURES for name, page in spec.was.items()}
+    assert len(earlier) == 40
+    for name, (spec, page) in earlier.items():
+        if spec.name in OVER_STEPS:
+            continue
+        drawn = planted_run.draw(name)
+        assert drawn.name == spec.name
+        if page:
+            pages = drawn.slider.values
+            assert pages[drawn.slider.start] in (page, TABLES[spec.table].label(page)), name
+
+
+def lines(figure, page=0):
+    """Name -> trace of one page of a figure."""
+    per = figure.slider.per_value if figure.slider else len(figure.data)
+    return {trace["name"]: trace for trace in figure.data[page * per : (page + 1) * per]}
 
 
 def test_curves_draw_the_tables_own_numbers(planted_run):
-    view = views(planted_run)[0]
-    figure = next(spec for spec in ACROSS_LAYERS if spec.name == "align_by_k").draw(view.tables)
-    rows = view.tables["alignment_layers"].query("layer == 3").sort_values("k")
-    line = next(trace for trace in figure.data if trace["name"] == "layer 3")
+    drawn = planted_run.draw("align_by_k")
+    rows = views(planted_run)[0].tables["alignment_layers"].query("layer == 3 and k < 256").sort_values("k")
+    line = lines(drawn, drawn.slider.start)["layer 3"]
     np.testing.assert_array_equal(line["x"], rows["k"])
     np.testing.assert_array_equal(line["y"], rows["align"])
 
 
 def test_the_ceiling_of_z_is_drawn_in_grey(planted_run):
-    figure = next(spec for spec in ACROSS_LAYERS if spec.name == "z_by_k").draw(views(planted_run)[0].tables)
-    ceiling = next(trace for trace in figure.data if "ceiling" in trace["name"])
+    drawn = planted_run.draw("z_by_k")
+    ceiling = lines(drawn, drawn.slider.start)["ceiling √(n−1)"]
     np.testing.assert_allclose(ceiling["y"], np.sqrt(7))
     assert ceiling["line"]["color"] == GREY
 
 
-def test_the_pair_matrix_slides_through_every_k_and_starts_at_the_best(planted_run):
+def test_the_pair_matrix_slides_through_every_k_below_d_and_starts_at_the_best(planted_run):
     tables = dict(views(planted_run)[0].by_layer())[1]
-    figure = ONE_LAYER[0].draw(tables)
-    assert figure.slider.values == ["1", "2", "4", "8", "16", "32", "64", "128", "256"]
+    figure = NAMED["pair_matrix"].draw(tables)
+    assert figure.slider.values == ["1", "2", "4", "8", "16", "32", "64", "128"]
     assert figure.slider.values[figure.slider.start] == str(tables["alignment_tests"]["best_k"].iloc[0])
     M = tables["pairs"].query("k == 16").pivot(index="router_index", columns="expert", values="align")
-    np.testing.assert_array_equal(figure.data[4]["z"], M)
+    np.testing.assert_array_equal(figure.data[4]["customdata"], M)
+    assert figure.data[4]["text"][2][5] == f"{M.loc[2, 5]:.2f}"
 
 
-def test_cosines_are_drawn_on_a_fixed_scale_in_both_orders(planted_run):
-    figure = next(spec for spec in ACROSS_LAYERS if spec.name == "cosine_heatmap").draw(
-        views(planted_run)[0].tables
-    )
-    assert all((trace["zmin"], trace["zmax"]) == (-1, 1) for trace in figure.data)
+def test_cosines_are_coloured_where_they_leave_chance_and_can_be_ordered_by_similarity(planted_run):
+    figure = planted_run.draw("cosine_heatmap")
+    assert figure.slider.values[figure.slider.start] == "3"  # opens where a pair is closest
+    z = figure.data[3]["z"]
+    assert z[2, 5] == z[5, 2] > 0
+    assert np.isnan(z.diagonal()).all()
+    assert figure.data[3]["text"][2][2] == ""
     order = figure.slider.orders[3]
     assert sorted(order) == [str(expert) for expert in range(8)]
     assert abs(order.index("2") - order.index("5")) == 1
+    assert "0.98" in figure.caption
+    assert "(expert 5, expert 2)" in figure.caption
 
 
-@pytest.mark.parametrize(("largest", "unit"), [(1.0, 1e-4), (0.003, 1e-7)])
-def test_a_large_heatmap_is_rounded_to_four_digits_of_its_largest_value(largest, unit):
-    z = np.random.default_rng(0).uniform(0, largest, (80, 80))
-    small, large = (
-        compact(heatmap(part, range(len(part)), range(80), label="align")) for part in (z[:40], z)
-    )
-    assert small["z"].dtype == float
-    assert large["z"].dtype == np.int16
-    np.testing.assert_allclose(large["z"] * unit, z, atol=unit / 2)
-    np.testing.assert_allclose(large["zmax"] * unit, z.max())
-    assert f"10<sup>−{-round(np.log10(unit))}</sup>" in large["hovertemplate"]
+def test_subspaces_are_compared_at_every_k_of_their_grid(planted_run):
+    figure = planted_run.draw("overlap_heatmap", layer=3)
+    assert figure.slider.values == ["1", "2", "4", "8", "16", "32", "64"]
+    assert all(page["z"][2, 5] > 0 for page in figure.data)  # the copied pair, at every k
 
 
-def test_a_rounded_heatmap_has_round_ticks():
-    z = np.linspace(1.7e-10, 0.915, 65 * 65).reshape(65, 65)
-    bar = compact(heatmap(z, range(65), range(65), label="align"))["colorbar"]
-    assert bar["ticktext"] == ["0.2", "0.4", "0.6", "0.8"]
-    power = np.log10(bar["tickvals"][0] / 0.2)
-    np.testing.assert_allclose(bar["tickvals"], np.array([0.2, 0.4, 0.6, 0.8]) * 10**power)
-    flat = compact(heatmap(np.full((65, 65), 0.5), range(65), range(65), label="align"))
-    assert flat["colorbar"]["ticktext"] == ["0.5"]
+def test_published_thresholds_are_drawn(planted_run):
+    drawn = lines(planted_run.draw("orthogonality_by_layer"))
+    assert set(drawn["redundancy"]["y"]) == {0.3}
+    assert set(drawn["collapse"]["y"]) == {0.7}
+    terms = lines(planted_run.draw("ambiguity_by_layer"))
+    assert set(terms["high above 0.7"]["y"]) == {0.7}
+    rows = planted_run.table("ambiguity").query("router == 'raw'").sort_values("layer")
+    sums = sum(np.asarray(terms[f"{name} term"]["y"]) for name in ("accuracy", "margin", "z"))
+    np.testing.assert_allclose(sums, rows["ambiguity_score"])
+
+
+def test_the_null_density_shows_the_stored_value_and_counts_layers_beyond_chance(planted_run):
+    figure = planted_run.draw("null_density")
+    assert figure.slider.per_value == 2
+    assert figure.caption == figure.slider.captions[figure.slider.start]
+    at = figure.slider.values.index("128")
+    assert "of 5 beyond chance (expected: 0.25)" in figure.slider.captions[at]
+    ridge, diamonds = figure.data[2 * at : 2 * at + 2]
+    rows = np.array(ridge["y"])[np.isfinite(ridge["y"])]
+    assert rows.min() == 0
+    assert 4 < rows.max() < 5  # the first layer on top, above its own line
+    nulls = planted_run.table("nulls").query("k == 128 and router == 'raw'")
+    observed = nulls.groupby("layer")["observed"].first()
+    np.testing.assert_allclose(diamonds["x"], observed[::-1])
+
+
+def test_the_complete_view_of_a_layer_has_twelve_small_panels(planted_run):
+    tables = dict(views(planted_run)[0].by_layer())[3]
+    panels = [spec.draw(tables) for spec in COMPLETE]
+    assert len({panel.title for panel in panels}) == 12
+    assert {panel.height for panel in panels} == {260}
+    assert not any(panel.slider for panel in panels)
 
 
 def test_experts_of_a_block_stand_together_in_similarity_order():
     matrix = np.kron(np.ones((2, 2)), np.eye(3))  # experts i and i + 3 are the same
     order = similarity_order(matrix)
     assert all(abs(order.index(expert) - order.index(expert + 3)) == 1 for expert in range(3))
-
-
-def test_overlaps_at_one_vector_are_squared_cosines_with_chance_one_over_d(planted_run):
-    tables = views(planted_run)[0].tables
-    first = overlaps(tables).query("k == 1 and layer == 3").iloc[0]
-    cosines = tables["similarity"].query("k == 1 and layer == 3")["cosine"]
-    assert first["mean"] == pytest.approx((cosines**2).mean())
-    assert first["chance"] == 1 / 256
-
-
-def test_the_null_density_shows_the_stored_value_outside_the_null_where_planted(planted_run):
-    figure = next(spec for spec in ACROSS_LAYERS if spec.name == "null_density").draw(
-        views(planted_run)[0].tables
-    )
-    assert "above 99 % of random pairings: layers 1 and 3; below 99 %: layer 2" in figure.caption
-    assert figure.slider.per_value == 2
-    assert figure.caption == figure.slider.captions[figure.slider.start]
 
 
 @pytest.mark.parametrize(
@@ -222,13 +229,9 @@ def test_layers_get_different_colours_along_one_sequence():
     assert blend(("#000000", "#FFFFFF"), 0.5) == "#808080"
 
 
-def test_experts_are_compared_at_128_or_the_middle_of_the_k_grid():
-    assert reference_k([1, 2, 128, 256]) == 128
-    assert reference_k([1, 2, 4, 8, 16]) == 4
-
-
-def test_spectra_are_sampled_from_first_to_last():
-    places = sampled_ranks(4096)
-    assert (places[0], places[-1]) == (1, 4096)
-    assert len(places) <= 60
-    assert json.dumps(sampled_ranks(3).tolist()) == "[1, 2, 3]"
+@pytest.mark.parametrize(
+    ("ks", "reference"), [([1, 2, 128, 256], 128), ([1, 2, 4, 8, 16], 4), ([1, 2, 4, 8], 4)]
+)
+def test_experts_are_compared_at_128_or_the_middle_of_the_k_grid(ks, reference):
+    assert reference_k(pd.DataFrame({"k": ks, "degenerate": False})) == reference
+    assert reference_k(pd.DataFrame({"k": [*ks, 512], "degenerate": [False] * len(ks) + [True]})) == reference

@@ -1,6 +1,5 @@
 """The planted truth, found in words; and nothing found where nothing was planted."""
 
-import dataclasses
 import json
 import re
 
@@ -11,20 +10,28 @@ from safetensors.torch import load_file
 
 from checkpoints import tiny_config, tiny_tensors, write_checkpoint
 from moescope.plotting.style import number
+from moescope.reporting.findings import say
 from moescope.reporting.page import page_content
-from moescope.weights import report_findings as words
-from moescope.weights.figures import ACROSS_LAYERS
+from moescope.verb import Finding
+from moescope.weights import report as words
+from moescope.weights.layer import common_vector
 from moescope.weights.report import (
     across_table,
-    key_numbers,
     layer_section,
     layer_table,
     most_ambiguous,
+    numbers_of,
     summary,
+    views,
 )
-from moescope.weights.report_findings import views
-from moescope.weights.tables import COLUMNS
+from moescope.weights.tables import COLUMNS, TABLES
 from moescope.weights.verb import scan
+
+SMALL_K, AVOIDANCE, HUB = words.OF_ROWS
+
+
+def said(spec, view) -> Finding | None:
+    return say(spec, view.tables, TABLES)
 
 
 @pytest.fixture(scope="module")
@@ -33,14 +40,14 @@ def raw(planted_run):
 
 
 def test_each_planted_fact_is_found(raw):
-    assert words.verdict_layers(raw) == {
+    assert raw.verdicts() == {
         "chance": [0],
         "identifying": [1, 2],
         "non_random": [3],
         "permuted": [4],
     }
     text = "\n".join(words.findings(raw))
-    assert "Layer 2 identifies its experts at small k only: up to k = 16" in text
+    assert "identified at small k only in layer 2; layer 2: up to k = 16, at k = 128" in text
     assert "2 and 5 of layer 3" in text
     assert "Layer 4: router rows and experts fit one to one, but not in the stored order" in text
     assert "router row 0 fits expert 3" in text
@@ -48,20 +55,18 @@ def test_each_planted_fact_is_found(raw):
 
 
 def test_the_other_order_is_the_planted_one_with_its_p(raw):
-    order = raw.facts(4)["other_order"]
+    order = raw.other_order(4)
     assert dict(zip(order["routers"], order["experts"], strict=True)) == {
         router: (router + 3) % 8 for router in range(8)
     }
     assert order["p"] == pytest.approx(8 * 1.554e-4, rel=1e-3)
-    assert raw.facts(0)["other_order"] is None
+    assert raw.other_order(0) is None
 
 
 def test_nothing_is_found_in_the_random_layer(raw):
     specific = [
-        *words.other_order_findings(raw),
-        *words.small_k_findings(raw),
-        *words.avoidance_findings(raw),
-        *words.hub_findings(raw),
+        *words.order_findings(raw),
+        *(said(spec, raw) or "" for spec in words.OF_ROWS),
         words.redundancy_finding(raw),
     ]
     assert not [sentence for sentence in specific if "layer 0" in sentence.lower()]
@@ -87,12 +92,10 @@ def test_layers_at_chance_are_not_ranked_by_ambiguity_and_the_absolute_score_lea
     """Layer 0 is random and layer 4 permuted: both score higher than the three that are ranked."""
     scores = raw.tables["ambiguity"].set_index("layer")["absolute_score"]
     assert scores[[0, 4]].min() > scores[[1, 2, 3]].max()
-    (sentence,) = words.ambiguity_finding(raw)
-    ranking, rest = sentence.split(" Not ranked")
-    named = [int(layer) for layer in re.findall(r"layer (\d+) \(", ranking)]
-    assert named == scores[[1, 2, 3]].sort_values(ascending=False).index[: len(named)].tolist()
-    assert f"layer {named[0]} ({number(scores[named[0]])}; relative" in ranking
-    assert "layers 0 and 4" in rest
+    sentence, top = said(words.AMBIGUITY, raw), scores[[1, 2, 3]].idxmax()
+    assert f"highest in layer {top}, {number(scores[top])}" in sentence
+    assert "3 of 5 layers" in sentence
+    assert sentence.place["layer"] == top
     assert [row[0] for row in across_table(raw, "ambiguity")["rows"]] == scores.sort_values(
         ascending=False
     ).index.tolist()
@@ -100,8 +103,7 @@ def test_layers_at_chance_are_not_ranked_by_ambiguity_and_the_absolute_score_lea
 
 def test_where_no_layer_beats_chance_none_is_ranked(tmp_path):
     view = scanned(tmp_path, tiny_tensors(layers=2, experts=3), layers=2, experts=3)
-    (sentence,) = words.ambiguity_finding(view)
-    assert "no layer is ranked" in sentence
+    assert "no layer is ranked" in said(words.AMBIGUITY, view)
     assert most_ambiguous(view) == []
 
 
@@ -119,22 +121,24 @@ def test_an_expert_that_attracts_every_router_is_named(tmp_path):
     tensors["model.layers.0.block_sparse_moe.experts.6.w1.weight"][:, 0] *= (
         40  # ... which expert 6 hears best
     )
-    (sentence,) = words.hub_findings(scanned(tmp_path, tensors, layers=1, experts=8))
-    assert "expert 6 of layer 0 (8 of 8)" in sentence
+    sentence = said(HUB, scanned(tmp_path, tensors, layers=1, experts=8))
+    assert "expert 6 of layer 0, 8 rows" in sentence
 
 
 def test_random_checkpoints_have_no_hubs_and_no_hidden_order(tmp_path):
     tensors = tiny_tensors(layers=6, experts=8, d_model=32, d_ff=48)
     view = scanned(tmp_path, tensors, layers=6, experts=8)
-    assert words.hub_findings(view) == words.other_order_findings(view) == words.small_k_findings(view) == []
+    assert said(HUB, view) is said(SMALL_K, view) is None
+    assert words.order_findings(view) == []
 
 
 def test_rank_deficient_experts_are_named(tmp_path):
     tensors = tiny_tensors(layers=1, experts=4, d_model=16, d_ff=24)
     weight = tensors["model.layers.0.block_sparse_moe.experts.1.w1.weight"]
     weight[:] = weight[:1].clone()  # every row the same: rank one whatever the rounding
-    (sentence,) = words.rank_findings(scanned(tmp_path, tensors, layers=1, experts=4))
-    assert sentence == "1 rank-deficient expert: expert 1 of layer 0 (rank 1, random matrices 16)."
+    sentence = said(words.DEFICIENT, scanned(tmp_path, tensors, layers=1, experts=4))
+    assert "1 of 4; lowest layer 0, expert 1, rank 1 (random matrices: 16)" in sentence
+    assert sentence.place == {"tab": "overview", "colour": "effective_rank", "layer": 0, "expert": 1}
 
 
 def test_random_square_experts_in_bf16_are_not_called_rank_deficient(tmp_path):
@@ -142,7 +146,7 @@ def test_random_square_experts_in_bf16_are_not_called_rank_deficient(tmp_path):
     tensors = tiny_tensors(layers=1, experts=8, d_model=256, d_ff=256, dtype=torch.bfloat16)
     view = scanned(tmp_path, tensors, layers=1, experts=8)
     assert view.tables["spectra"]["rank"].min() < 256
-    assert words.rank_findings(view) == []
+    assert said(words.DEFICIENT, view) is None
 
 
 def test_routers_that_avoid_their_experts_are_named(tmp_path):
@@ -154,8 +158,8 @@ def test_routers_that_avoid_their_experts_are_named(tmp_path):
         tensors["model.layers.0.block_sparse_moe.gate.weight"][expert] = tensors[
             "model.embed_tokens.weight"
         ].new_tensor(row)
-    (sentence,) = words.avoidance_findings(scanned(tmp_path, tensors, layers=1, experts=8))
-    assert sentence.startswith("Layer 0: router rows avoid their own experts at k = ")
+    sentence = said(AVOIDANCE, scanned(tmp_path, tensors, layers=1, experts=8))
+    assert sentence.startswith("Router rows avoid their own experts in layer 0; layer 0: most at k = ")
 
 
 def test_a_permuted_layer_of_many_experts_tells_its_order(tmp_path):
@@ -170,7 +174,7 @@ def test_a_permuted_layer_of_many_experts_tells_its_order(tmp_path):
             "model.embed_tokens.weight"
         ].new_tensor(row)
     view = scanned(tmp_path, tensors, layers=1, experts=40)
-    (sentence,) = words.other_order_findings(view)
+    (sentence,) = words.order_findings(view)
     assert "router row 0 fits expert 7" in sentence
     assert "and 35 more" in sentence
 
@@ -181,9 +185,8 @@ def test_chance_counts_only_the_experts_that_took_part(tmp_path):
     path = write_checkpoint(tmp_path / "model", tensors, tiny_config(layers=1, experts=5))
     run = scan(path, out=tmp_path / "run", keep_going=True, quiet=True)
     view = views(run)[0]
-    assert view.n_experts(0) == 4
-    (accuracy,) = [spec for spec in ACROSS_LAYERS if spec.name == "accuracy_by_k"]
-    assert "1/4" in accuracy.draw(view.tables).caption
+    assert set(view.tables["alignment_layers"]["n_experts"]) == {4}
+    assert "(chance 1/n: 0.25)" in run.draw("accuracy_by_k").caption
     (warning,) = [text for text in run.info["warnings"] if "skipped" in text]
     assert warning.endswith("holds NaN or Inf")
 
@@ -210,37 +213,34 @@ def test_a_pairing_that_is_proven_but_tells_no_expert_is_not_passed_over(tmp_pat
     view = scanned(tmp_path, tensors, layers=1, experts=8)
     test = view.tables["alignment_tests"].iloc[0]
     assert (test["verdict"], test["best_accuracy"]) == ("non_random", 1 / 8)
-    assert "beats chance without identifying its experts" in words.verdict_finding(view)
+    assert "etter than chance, not one-to-one: layer 0" in words.verdict_sentence(view)
 
 
-def test_avoidance_is_told_with_its_own_p_and_only_beyond_chance_over_all_layers(raw):
-    (sentence,) = words.avoidance_findings(raw)
-    assert sentence.startswith("Layer 2: router rows avoid their own experts at k = 128")
-    assert sentence.endswith("lower-tail p = 2.5 × 10⁻⁵).")
-    tests = raw.tables["alignment_tests"].sort_values("layer").assign(p_lower=[0.5, 0.6, 0.04, 0.7, 0.8])
-    weak = dataclasses.replace(raw, tables={**raw.tables, "alignment_tests": tests})
-    assert words.avoidance_findings(weak) == []  # 0.04 is the smallest of five
+def test_avoidance_is_said_with_its_own_p_and_only_beyond_chance_over_all_layers(raw):
+    sentence = said(AVOIDANCE, raw)
+    assert "layer 2: most at k = 128, lower-tail p = 2.5 × 10⁻⁵" in sentence
+    assert sentence.place == {"figure": "alignment_by_k", "layer": 2}
+    tests = raw.tables["alignment_tests"].assign(q_lower=0.06)
+    assert say(AVOIDANCE, {"alignment_tests": tests}, TABLES) is None
 
 
 def test_the_verdicts_say_how_many_chance_gives(raw, tmp_path):
     """5 % by the mean alignment, and 1 % by another order where that can be found: with six experts at the
     four ks of d = 16 that are not degenerate, not with four experts."""
-    assert words.verdict_finding(raw).endswith("among 5 random layers: at most 0.3.")
+    assert "4 of 5 layers above chance (by chance at most 0.3)" in words.verdict_sentence(raw)
     for experts, level in ((4, "0.1"), (6, "0.12")):
         view = scanned(tmp_path / str(experts), tiny_tensors(experts=experts), experts=experts)
-        assert words.verdict_finding(view).endswith(f"among 2 random layers: at most {level}.")
+        assert f"of 2 layers above chance (by chance at most {level})" in words.verdict_sentence(view)
 
 
 def test_three_experts_are_said_to_be_too_few_and_nothing_else(tmp_path):
     view = scanned(tmp_path, tiny_tensors(experts=3), experts=3)
     assert words.findings(view)[0] == (
-        "Layers 0 and 1 have too few experts to be tested. 3 experts have only 6 pairings, so no p can be "
-        "below 1/6."
+        "Too few experts: layers 0 and 1. 3 experts have only 6 pairings, so no p can be below 1/6."
     )
-    assert "distinguishable" not in " ".join(words.findings(view))
     section = layer_section(view, 0, dict(view.by_layer())[0])
     assert section.badge == ("chance", "too few experts")
-    assert section.text.startswith("Layer 0 has too few experts to be tested.")
+    assert section.text.startswith("Layer 0: too few experts.")
     assert {row[1] for row in layer_table(view)["rows"]} == {"too few experts"}
 
 
@@ -292,16 +292,18 @@ def test_a_scan_of_raw_rows_points_to_the_centered_view_where_a_softmax_ignores_
     assert f"{float(common):.3g} of a row" in hint
     both = shared_direction(tmp_path / "both")
     assert not any("--router" in text for text in summary(both).findings)
-    for setup in run.info["setup"]:
-        setup["scoring"] = "sigmoid"  # which does not ignore it
-    assert not any("--router" in text for text in summary(run).findings)
+    tests = run.table("alignment_tests").set_index("layer")
+    assert tests.loc[0, "common_share"] == pytest.approx(float(common))
+    assert set(tests["common_share_chance"]) == {1 / 6}
+    setup = {**run.info["setup"][0], "scoring": "sigmoid"}  # which does not ignore it
+    assert np.isnan(common_vector(setup)["common_share"])
 
 
 def test_layers_whose_verdict_depends_on_a_vector_common_to_all_rows_are_named_among_the_first(tmp_path):
     run = shared_direction(tmp_path)
     raw, centered = views(run)
-    assert words.verdict_layers(raw) == {"chance": [0], "identifying": [1]}
-    assert words.verdict_layers(centered) == {"identifying": [0, 1]}
+    assert raw.verdicts() == {"chance": [0], "identifying": [1]}
+    assert centered.verdicts() == {"identifying": [0, 1]}
     shown = summary(run).findings
     (place,) = [index for index, text in enumerate(shown) if "softmax" in text]
     assert place < 5
@@ -313,13 +315,13 @@ def test_layers_whose_verdict_depends_on_a_vector_common_to_all_rows_are_named_a
 
 def test_views_with_the_same_verdicts_are_not_said_to_differ(planted_run):
     raw, centered = views(planted_run)
-    assert words.verdict_layers(raw) == words.verdict_layers(centered)
+    assert raw.verdicts() == centered.verdicts()
     assert not [text for text in summary(planted_run).findings if "softmax" in text]
 
 
 def test_the_verdict_is_given_with_accuracy_chance_and_the_largest_p_of_the_layers_that_beat_chance(raw):
     tests = raw.tables["alignment_tests"].set_index("layer").loc[[1, 2, 3]]
-    text = words.verdict_finding(raw)
+    text = words.verdict_sentence(raw)
     accuracy, chance = tests["best_accuracy"], tests["chance_accuracy"]
     assert accuracy.min() < accuracy.max()
     assert f"{number(accuracy.min())} to {number(accuracy.max())} (chance" in text
@@ -331,16 +333,16 @@ def test_the_verdict_is_given_with_accuracy_chance_and_the_largest_p_of_the_laye
 
 def test_where_no_layer_beats_chance_the_smallest_p_is_given(tmp_path):
     view = scanned(tmp_path, tiny_tensors(layers=2, experts=5, seed=1), layers=2, experts=5)
-    assert set(words.verdict_layers(view)) == {"chance"}
+    assert set(view.verdicts()) == {"chance"}
     smallest = view.tables["alignment_tests"]["p_value"].min()
-    assert f"p at least {number(smallest)} against all 120 pairings" in words.verdict_finding(view)
+    assert f"p at least {number(smallest)} against all 120 pairings" in words.verdict_sentence(view)
 
 
 def test_the_card_of_layers_beyond_chance_counts_the_verdicts_that_its_chance_level_counts(raw):
     """Layers 1 to 4 get another verdict than chance; 0.05 + 0.01 per layer of 8 experts."""
-    card = key_numbers(raw)[0]
+    card = numbers_of(raw)[0]
     assert (card.value, card.chance) == (4, pytest.approx(5 * 0.06))
-    assert f"at most {number(card.chance)}" in words.verdict_finding(raw)
+    assert f"at most {number(card.chance)}" in words.verdict_sentence(raw)
 
 
 def test_the_meanings_of_p_and_best_k_say_that_p_is_over_all_k():

@@ -2,16 +2,18 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from moescope.demo.planted import COLLAPSED_PAIR, planted_layer
 from moescope.errors import BadInput, UnusableExpert
 from moescope.spectral.pairing import pairing_test
 from moescope.tables import conform
 from moescope.weights.ambiguity import CHANCE, choose_k_star
 from moescope.weights.layer import NULL_BINS, ScanSettings, analyse_layer, nulls_frame, pairs_frame
 from moescope.weights.tables import TABLES
+from planted import COLLAPSED_PAIR, planted_layer
 from spectral.builders import expert_with_spectrum, lapack_align, layer_weights, matrix_of, random_weights
 
 WRITTEN = {
+    "spectrum",
+    "spectra_layers",
     "ambiguity",
     "alignment",
     "alignment_layers",
@@ -148,21 +150,6 @@ def test_the_k_grid_ends_at_the_largest_rank_where_all_experts_are_deficient():
     np.testing.assert_allclose(at_top["random_expectation"], np.array([3, 5, 6]) / 12)
 
 
-def test_the_sampled_null_is_used_when_asked_for_and_noisy():
-    closed, drawn, again = (
-        frames_of(random_weights(0), **null)["alignment_layers"]
-        for null in (
-            {},
-            {"null": "shuffle", "n_shuffles": 30, "seed": 1},
-            {"null": "shuffle", "n_shuffles": 30, "seed": 1},
-        )
-    )
-    assert (closed["shuffle_mean"][:4] != drawn["shuffle_mean"][:4]).all()
-    np.testing.assert_allclose(closed["shuffle_mean"], drawn["shuffle_mean"], atol=0.1)
-    pd.testing.assert_frame_equal(drawn, again)
-    np.testing.assert_array_equal(closed["align"], drawn["align"])
-
-
 # --- the choices that change an answer
 
 
@@ -245,15 +232,20 @@ def test_keep_going_marks_the_expert_with_nulls_and_analyses_the_rest_as_if_it_w
             expert=lambda rows: rows["expert"].map({0: 0, 1: 1, 3: 2, 4: 3})
         )
         pd.testing.assert_frame_equal(rest.reset_index(drop=True), reference[name], check_dtype=False)
+    # a row of the router counts as long as it is a vector, whatever its expert is
+    rows_of_all = ["common_share", "common_share_chance"] if part == "gates" else []
     for name in ("alignment_layers", "alignment_tests", "orthogonality", "nulls"):
-        pd.testing.assert_frame_equal(result.frames[name], reference[name])
+        found, expected = (
+            frames[name].drop(columns=rows_of_all, errors="ignore") for frames in (result.frames, reference)
+        )
+        pd.testing.assert_frame_equal(found, expected)
     assert (
         set(result.frames["pairs"]["expert"]) == set(result.frames["pairs"]["router_index"]) == {0, 1, 3, 4}
     )
     assert set(result.frames["similarity"]["expert_b"]) == {1, 3, 4}
     assert result.setup["matrices"]["gate"]["skipped_experts"] == [2]
-    assert len(result.warnings) == 1
-    assert "layer 3: expert 2 skipped" in result.warnings[0]
+    assert len(result.setup["warnings"]) == 1
+    assert "layer 3: expert 2 skipped" in result.setup["warnings"][0]
 
 
 @pytest.mark.parametrize("matrices", [("gate", "down"), ("down", "gate")])
@@ -263,7 +255,7 @@ def test_an_expert_is_left_out_of_the_matrix_it_fails_in_and_of_no_other(matrice
     left_out = {matrix: result.setup["matrices"][matrix]["skipped_experts"] for matrix in matrices}
     assert left_out == {"gate": [2], "down": []}
     assert result.frames["alignment"].query("matrix == 'down'")["align"].notna().all()
-    assert len(result.warnings) == 1
+    assert len(result.setup["warnings"]) == 1
 
 
 def test_frames_with_marked_experts_conform_to_their_schema():
@@ -311,21 +303,23 @@ def test_every_value_column_of_a_schema_is_written_but_for_q_which_needs_other_l
         missing = set(conform(TABLES[name], frame.assign(step=0)).column_names) - set(frame.columns)
         if name == "ambiguity":  # the chance levels alone; the ranking needs all layers
             missing -= set(TABLES[name].values) - set(CHANCE)
-        assert missing == ({"step", "q_value"} if name == "alignment_tests" else {"step"})
+        later = {
+            "alignment_tests": {"q_value", "q_lower"},
+            "spectra": {"nearest_beyond"},
+            "alignment_layers": {"reference"},
+            "alignment": {"reference"},
+        }
+        assert missing == {"step"} | later.get(name, set())
 
 
 def test_setup_says_under_what_the_numbers_were_made():
-    setup = analyse_layer(
-        random_weights(0, hidden=8, width=12), ScanSettings(null="shuffle", n_shuffles=9, seed=4)
-    ).setup
+    setup = analyse_layer(random_weights(0, hidden=8, width=12), ScanSettings(seed=4)).setup
     expected = {
         "layer": 3,
         "n_experts": 5,
         "d_model": 12,
         "d_ff": 8,
         "dtype": "F64",
-        "null": "shuffle",
-        "n_shuffles": 9,
         "seed": 4,
     }
     assert {name: setup[name] for name in expected} == expected

@@ -10,8 +10,8 @@ from scipy.optimize import brentq, least_squares
 from moescope.spectral.alignment import AlignmentMatrix
 from moescope.spectral.pairing import pairing_test
 from moescope.spectral.subspaces import orthogonality, similarities
-from moescope.weights.figures_layer import COMPLETE_VIEW
-from moescope.weights.layer import ScanSettings, alignment_frames
+from moescope.weights.figures import COMPLETE, NAMED
+from moescope.weights.layer import alignment_frames
 
 GOLDEN = Path(__file__).parents[1] / "golden"
 LAYERS = pd.read_csv(GOLDEN / "mixtral_alignment.csv")
@@ -45,8 +45,7 @@ def test_per_expert_cosines_give_the_published_means(layer):
     """Alignment at k = 1 is cos² and its mean over experts is that of the layer; so are effect, delta and z,
     but for the noise of 200 shuffles in the latter two."""
     matrix = AlignmentMatrix([1], published_matrix(layer)[None], np.full(N, float(D_MODEL)), D_MODEL)
-    settings = ScanSettings()
-    per_expert, per_layer = alignment_frames(matrix, pairing_test(matrix), list(range(N)), {}, settings)
+    per_expert, per_layer = alignment_frames(matrix, pairing_test(matrix), list(range(N)), {})
     printed, found = LAYERS.query("layer == @layer and k == 1").iloc[0], per_layer.iloc[0]
     for name in ("align", "cos_squared", "effect_over_random"):
         assert found[name] == pytest.approx(printed[name], abs=1.1e-6), name
@@ -59,22 +58,23 @@ def test_per_expert_cosines_give_the_published_means(layer):
 def test_the_complete_view_ends_with_cos_squared_alignment_and_z_of_every_expert_at_one_k():
     layer = 30
     matrix = AlignmentMatrix([1], published_matrix(layer)[None], np.full(N, float(D_MODEL)), D_MODEL)
-    frames = alignment_frames(matrix, pairing_test(matrix), list(range(N)), {}, ScanSettings())
+    frames = alignment_frames(matrix, pairing_test(matrix), list(range(N)), {})
     tables = {
-        name: frame.assign(layer=layer)
+        name: frame.assign(layer=layer, reference=True)
         for name, frame in zip(("alignment", "alignment_layers"), frames, strict=True)
     }
-    cosine, align, z = (spec.draw(tables) for spec in COMPLETE_VIEW[-3:])
+    cosine, align, z = (spec.draw(tables) for spec in COMPLETE[-3:])
     expected = COSINES.query("layer == @layer").sort_values("expert")["cos_squared"].to_numpy()
-    for figure in (cosine, align):
+    assert NAMED["expert_alignment"].was["expert_cos_squared"] == "1"
+    for figure in (cosine, align, NAMED["expert_alignment"].draw(tables)):  # the last at k = 1
         bars, chance = figure.data
         assert list(bars["x"]) == list(range(N))
         np.testing.assert_allclose(bars["y"], expected, atol=1e-12)
         np.testing.assert_allclose(chance["y"], 1 / D_MODEL)
     entries = published_matrix(layer)
     np.testing.assert_allclose(z.data[0]["y"], (expected - entries.mean()) / entries.std(), rtol=1e-9)
-    assert list(z.data[1]["y"]) == [0, 0]
-    assert len(COMPLETE_VIEW) == 12
+    assert not np.any(z.data[1]["y"])
+    assert len(COMPLETE) == 12
 
 
 def vectors_with(statistics: pd.Series) -> np.ndarray:

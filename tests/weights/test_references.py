@@ -1,4 +1,4 @@
-"""Every reference line stands where an independent formula puts it, and captions name chance."""
+"""Reference lines stand where an independent formula puts them; chance levels agree with simulation."""
 
 import math
 
@@ -8,67 +8,62 @@ import pytest
 from scipy import stats
 
 from checkpoints import tiny_config, tiny_tensors, write_checkpoint
-from moescope.plotting.style import GREY, number
-from moescope.weights.figures import ACROSS_LAYERS, ONE_LAYER
-from moescope.weights.figures_alignment import density_caption, discoveries, random_std_of_mean
-from moescope.weights.figures_identification import ACROSS_STEPS, ACROSS_VIEWS
-from moescope.weights.figures_layer import COMPLETE_VIEW
-from moescope.weights.figures_redundancy import closest_by_chance, d_model_by_layer, share_above
-from moescope.weights.report import layer_table, overlay, stack
-from moescope.weights.report_findings import views
+from moescope.plotting.style import GREY
+from moescope.spectral.decompose import random_rank
+from moescope.spectral.subspaces import closest_by_chance, nearest_experts, overlap_std, share_above
+from moescope.types import SIGNIFICAND_BITS
+from moescope.weights.figures import NAMED
+from moescope.weights.layer import random_spread
+from moescope.weights.report import layer_table, overlay, stack, views
 from moescope.weights.verb import scan
 
 D, N = 256, 8  # of the planted checkpoint
-KS = np.array([1, 2, 4, 8, 16, 32, 64, 128, 256])
-RAMP, FLAT = KS / D, np.zeros(9)
-SPREAD = np.array(
-    [stats.beta(k / 2, (D - k) / 2).std() if k < D else 0.0 for k in KS]
-)  # of a random direction's alignment
+KS = np.array([1, 2, 4, 8, 16, 32, 64, 128])  # below d
+RAMP, FLAT = KS / D, np.zeros(8)
+SPREAD = np.array([stats.beta(k / 2, (D - k) / 2).std() for k in KS])  # of a random direction's alignment
+
+
+def page_of(figure):
+    """The traces of the page that a figure opens with."""
+    if figure.slider is None:
+        return figure.data
+    per, start = figure.slider.per_value, figure.slider.start
+    return figure.data[start * per : (start + 1) * per]
 
 
 def grey(figure) -> dict[str, np.ndarray]:
-    lines = [
-        trace
-        for trace in figure.data
-        if (trace.get("line") or {}).get("color") == GREY and trace["mode"] == "lines"
-    ]
-    return {
-        trace["name"]: np.asarray(trace["y"], float) for trace in lines if trace["name"] != "random pairings"
-    }
+    """Name -> level of grey lines and of the grey ticks of bars."""
+    found = {}
+    for trace in page_of(figure):
+        colors = {(trace.get(part) or {}).get("color") for part in ("line", "marker")}
+        if GREY in colors and trace["name"] and trace["name"] != "at chance":
+            found[trace["name"]] = np.asarray(trace["y"], float)
+    return found
 
 
+COSINE = {
+    "random √(2/(πd)), mean |cos|": np.full(5, math.sqrt(2 / (math.pi * D))),
+    "redundancy": np.full(5, 0.3),
+    "collapse": np.full(5, 0.7),
+}
 ACROSS = {
-    "accuracy_by_k": {"chance 1/8": np.full(9, 1 / N)},
+    "accuracy_by_k": {"chance 1/n": np.full(8, 1 / N)},
     "margin_by_k": {"no preference": FLAT},
     "align_by_k": {"random direction": RAMP},
-    "z_by_k": {"ceiling √(n−1)": np.full(9, math.sqrt(N - 1)), "chance": FLAT},
+    "z_by_k": {"ceiling √(n−1)": np.full(8, math.sqrt(N - 1)), "average pair": FLAT},
     "effect_by_k": {"random direction": FLAT},
-    "delta_by_k": {"chance": FLAT},
-    "cos_squared_by_layer": {"chance 1/d": np.full(5, 1 / D)},
+    "delta_by_k": {"average pair": FLAT},
+    "cos_squared_by_layer": {"random direction": np.full(5, 1 / D)},
     "shuffle_mean_by_k": {"random direction": RAMP},
     "shuffle_std_by_k": {"random directions": SPREAD},
-    "shuffle_log_std_by_k": {"random directions": SPREAD[:-1]},
-    "overlap_by_k": {"chance k/d": np.ones(7)},
-    "orthogonality_by_layer": {
-        "chance √(2/(πd))": np.full(5, math.sqrt(2 / (math.pi * D))),
-        "redundancy 0.3": np.full(2, 0.3),
-        "collapse 0.7": np.full(2, 0.7),
-    },
-    "ambiguity_by_layer": {"high above 0.7": np.full(2, 0.7), "medium above 0.4": np.full(2, 0.4)},
-    "ranks_by_layer": {"rank": np.full(5, D)},
-}
-OF_A_LAYER = {
-    "expert_cos_squared": {"chance 1/d": np.full(2, 1 / D)},
-    "overlap_over_k": {"chance k/d": KS[:7] / D},
+    "overlap_by_k": {"chance k/d": KS[:7] / D},
+    "orthogonality_by_layer": COSINE,
+    "ambiguity_by_layer": {"high above 0.7": np.full(5, 0.7), "medium above 0.4": np.full(5, 0.4)},
+    "ranks_by_layer": {"rank, effective rank": np.full(5, D)},
+    "expert_cos_squared": {"random direction": np.full(N, 1 / D)},
     "panel_align": {"random direction": RAMP},
-    "panel_z_vs_shuffle": {"ceiling √(n−1)": np.full(9, math.sqrt(N - 1)), "chance": FLAT},
-    "panel_effect_over_random": {"random direction": FLAT},
-    "panel_delta_vs_shuffle": {"chance": FLAT},
-    "panel_shuffle_mean": {"random direction": RAMP},
+    "panel_z_vs_shuffle": {"ceiling √(n−1)": np.full(8, math.sqrt(N - 1)), "average pair": FLAT},
     "panel_shuffle_std": {"random directions": SPREAD},
-    "panel_expert_cos_squared": {"random direction": np.full(2, 1 / D)},
-    "panel_expert_align": {"random direction": np.full(2, 128 / D)},
-    "panel_expert_z_vs_shuffle": {"chance": np.zeros(2)},
 }
 
 
@@ -77,22 +72,11 @@ def raw(planted_run):
     return views(planted_run)[0]
 
 
-def check(figure, expected):
-    lines = grey(figure)
-    for name, y in expected.items():
-        np.testing.assert_allclose(lines[name], y, atol=1e-12, err_msg=f"{figure.name}: {name}")
-
-
 @pytest.mark.parametrize("name", ACROSS)
-def test_reference_lines_across_layers_are_where_the_formula_says(name, raw):
-    spec = next(spec for spec in ACROSS_LAYERS if spec.name == name)
-    check(spec.draw(raw.tables), ACROSS[name])
-
-
-@pytest.mark.parametrize("name", OF_A_LAYER)
-def test_reference_lines_of_a_layer_are_where_the_formula_says(name, raw):
-    spec = next(spec for spec in (*ONE_LAYER, *COMPLETE_VIEW) if spec.name == name)
-    check(spec.draw(dict(raw.by_layer())[3]), OF_A_LAYER[name])
+def test_reference_lines_are_where_the_formula_says(name, planted_run):
+    drawn = grey(planted_run.draw(name))
+    for line, y in ACROSS[name].items():
+        np.testing.assert_allclose(drawn[line], y, atol=1e-12, err_msg=f"{name}: {line}")
 
 
 @pytest.fixture(scope="module")
@@ -108,60 +92,55 @@ def two_models(tmp_path_factory):
     return {spec.name: (spec, tables) for spec, tables in section.sections[-1].figures}
 
 
-COMPARED = {
-    "compare_orthogonality": (math.sqrt(2 / (math.pi * 16)), math.sqrt(2 / (math.pi * 32))),
-    "compare_effective_rank": (16, 32),
-}
+def test_models_that_differ_are_compared_within_the_range_of_their_levels(two_models):
+    spec, tables = two_models["orthogonality_by_layer"]
+    assert set(tables["orthogonality"]["view"]) == {"few-run · gate", "many-run · gate"}
+    levels = [math.sqrt(2 / (math.pi * width)) for width in (16, 32)]
+    (line,) = [y for name, y in grey(spec.draw(tables)).items() if name.startswith("random")]
+    np.testing.assert_allclose(line, np.mean(levels))
+    spec, tables = two_models["ranks_by_layer"]
+    drawn = spec.draw(tables)
+    lines = {(trace["name"], trace["line"].get("dash")) for trace in drawn.data if trace["name"]}
+    assert {(f"{run}-run · gate", dash) for run in ("few", "many") for dash in ("solid", "dash")} <= lines
+    assert drawn.layout["yaxis"]["title"]["text"] == "effective rank (solid), stable rank (dashed)"
 
 
-@pytest.mark.parametrize("name", COMPARED)
-def test_models_that_differ_are_compared_each_with_its_own_reference(name, two_models):
-    spec, tables = two_models[name]
-    lines = grey(spec.draw(tables))
-    assert len(lines) == 2
-    for (label, y), level, run in zip(lines.items(), COMPARED[name], ("few-run", "many-run"), strict=True):
-        assert run in label
-        np.testing.assert_allclose(y, level)
-
-
-def test_views_with_one_reference_share_its_line(planted_run):
-    spec = next(spec for spec in ACROSS_VIEWS if spec.name == "compare_orthogonality")
-    assert len(grey(spec.draw(stack(views(planted_run))))) == 1
+def test_numbers_without_a_router_are_drawn_once_for_all_routers(planted_run):
+    drawn = NAMED["orthogonality_by_layer"].draw(stack(views(planted_run)))
+    lines = [trace for trace in drawn.data if trace["name"] == "gate"]
+    assert [trace["line"]["dash"] for trace in lines] == ["solid", "dash"]
 
 
 CHANCE_COLUMNS = {
-    "compare_accuracy": ("alignment_tests", "chance_accuracy"),
-    "compare_margin": ("ambiguity", "margin_chance"),
-    "compare_ambiguity": ("ambiguity", "absolute_chance"),
-    "compare_z": ("ambiguity", "z_chance"),
+    "argmax_accuracy": "accuracy_chance",
+    "alignment_margin": "margin_chance",
+    "absolute_score": "absolute_chance",
+    "z_score": "z_chance",
 }
 
 
-@pytest.mark.parametrize("name", CHANCE_COLUMNS)
-def test_the_chance_of_a_chosen_k_is_the_tables_in_line_and_caption(name, planted_run):
-    spec = next(spec for spec in ACROSS_VIEWS if spec.name == name)
-    figure = spec.draw(stack(views(planted_run)))
-    table, column = CHANCE_COLUMNS[name]
-    rows = planted_run.table(table).sort_values("layer")
-    for router, line in zip(("raw", "centered"), grey(figure).values(), strict=True):
-        values = rows.loc[rows["router"] == router, column]
-        np.testing.assert_allclose(line, values)
-        assert f"({number(values.mean())})" in figure.caption
+@pytest.mark.parametrize("quantity", CHANCE_COLUMNS)
+def test_the_chance_of_a_chosen_k_is_the_tables(quantity, planted_run):
+    drawn = grey(planted_run.draw("identification_by_layer", quantity=quantity))
+    (line,) = [y for name, y in drawn.items() if name in ("random pairings", "a layer at chance")]
+    rows = planted_run.table("ambiguity").query("router == 'raw'").sort_values("layer")
+    np.testing.assert_allclose(line, rows[CHANCE_COLUMNS[quantity]])
 
 
 def test_steps_are_drawn_with_their_reference(tmp_path):
     models = [write_checkpoint(tmp_path / f"step{s}", tiny_tensors(seed=s), tiny_config()) for s in (1, 2)]
     run = scan(*models, out=tmp_path / "run", quiet=True)
-    found, ambiguity = views(run), run.table("ambiguity")
-    levels = {
-        "accuracy": run.table("alignment_tests")["chance_accuracy"].mean(),
-        "margin": ambiguity["margin_chance"].mean(),
-        "ambiguity": ambiguity["absolute_chance"].mean(),
-        "orthogonality": math.sqrt(2 / (math.pi * 16)),
-    }
-    for spec in ACROSS_STEPS:
-        (y,) = grey(spec.draw(stack(found))).values()
-        np.testing.assert_allclose(y, levels[spec.name.removeprefix("steps_")])
+    (section,) = run.verb.overlay([run])
+    names = [spec.name for spec, _ in section.sections[0].figures]
+    assert names == ["identification_by_step", "orthogonality_by_step"]
+    ambiguity = run.table("ambiguity").groupby("step").mean(numeric_only=True)
+    for name, column in (("steps_accuracy", "accuracy_chance"), ("steps_ambiguity", "absolute_chance")):
+        (level,) = grey(run.draw(name, step=None)).values()
+        np.testing.assert_allclose(level, ambiguity[column])
+    (level,) = [
+        y for name, y in grey(run.draw("steps_orthogonality", step=None)).items() if name.startswith("random")
+    ]
+    np.testing.assert_allclose(level, math.sqrt(2 / (math.pi * 16)))
 
 
 def test_the_table_of_layers_holds_the_tests_own_numbers_and_chance(raw, planted_run):
@@ -177,105 +156,208 @@ def test_the_table_of_layers_holds_the_tests_own_numbers_and_chance(raw, planted
         assert cells["q_value"] == pytest.approx(test["q_value"], rel=1e-5)
         assert 1 / 8 < cells["chance_accuracy"] < 0.45  # the best of eight ks
         assert cells["chance"] == pytest.approx(math.sqrt(2 / (math.pi * D)), rel=1e-5)
-        expected = raw.facts(4)["other_order"]["p"] if layer == 4 else test["p_value"]
+        expected = raw.other_order(4)["p"] if layer == 4 else test["p_value"]
         assert cells["p_value"] == pytest.approx(expected, rel=1e-5)
         assert cells["n_pairs_above_0_7"] == (1 if layer == 3 else 0)
 
 
+# --- columns that say what chance gives
+
+
+def random_cosines(n: int, d: int, draws: int) -> np.ndarray:
+    """[draws, pairs] |cos| of n random directions."""
+    rows = np.random.default_rng(0).standard_normal((draws, n, d))
+    rows /= np.linalg.norm(rows, axis=2, keepdims=True)
+    first, second = np.triu_indices(n, 1)
+    return np.abs(np.einsum("dpi,dpi->dp", rows[:, first], rows[:, second]))
+
+
 def test_the_share_of_random_pairs_above_a_cosine_agrees_with_simulation():
-    generator = np.random.default_rng(0)
-    rows = generator.standard_normal((40_000, 2, 64))
-    cosines = np.abs(
-        (rows[:, 0] * rows[:, 1]).sum(1)
-        / np.linalg.norm(rows[:, 0], axis=1)
-        / np.linalg.norm(rows[:, 1], axis=1)
-    )
+    cosines = random_cosines(2, 64, 40_000)
     assert (cosines > 0.3).mean() == pytest.approx(share_above(0.3, 64), abs=0.002)
     assert share_above(0.3, 64) == pytest.approx(0.0152, abs=2e-4)
 
 
-def test_the_width_is_the_models(raw):
-    assert set(d_model_by_layer(raw.tables)) == {D}
-
-
-def test_the_closest_pair_by_chance_agrees_with_simulation():
-    generator = np.random.default_rng(0)
-    closest = []
-    for _ in range(400):
-        rows = generator.standard_normal((N, D))
-        rows /= np.linalg.norm(rows, axis=1, keepdims=True)
-        closest.append(np.abs(rows @ rows.T - np.eye(N)).max())
+def test_the_closest_pair_by_chance_agrees_with_simulation(planted_run):
+    closest = random_cosines(N, D, 400).max(axis=1)
     assert closest_by_chance(N * (N - 1) // 2, D) == pytest.approx(np.median(closest), rel=0.05)
+    rows = planted_run.table("orthogonality").query("k == 1")
+    assert rows["max_abs_chance"].unique() == pytest.approx(np.median(closest), rel=0.05)
+    pairs = planted_run.table("similarity").query("k == 1").groupby("layer").size()
+    expected = 2 * stats.norm.sf(0.3 * 16) * 28  # nearly normal at d = 256
+    assert rows["n_pairs"].tolist() == pairs.tolist() == [28] * 5
+    assert rows["expected_above_0_3"].unique() == pytest.approx(expected, rel=0.5)
+    exact = 28 * stats.beta(0.5, (D - 1) / 2).sf([0.09, 0.49])
+    assert rows["expected_above_0_3"].unique() == pytest.approx(exact[0])
+    assert rows["expected_above_0_7"].unique() == pytest.approx(exact[1])
 
 
-def test_the_spread_of_a_mean_alignment_agrees_with_simulation():
+def test_the_nearest_expert_by_chance_agrees_with_simulation():
+    cosines = random_cosines(N, 64, 2000)
+    of_first = cosines[:, :7].max(axis=1)  # pairs (0, 1) to (0, 7)
+    found = nearest_experts(cosines[0], N, 64)
+    assert found["nearest_chance"] == pytest.approx(np.median(of_first), rel=0.03)
+    low, high = np.quantile(of_first, [0.1587, 0.8413])
+    assert found["nearest_std"] == pytest.approx((high - low) / 2, rel=0.1)
+    assert found["nearest_cosine"][0] == of_first[0]
+    assert found["nearest_p"][0] == pytest.approx((of_first >= of_first[0]).mean(), abs=0.03)
+
+
+def test_the_nearest_expert_is_the_tables_largest_cosine(planted_run):
+    spectra = planted_run.table("spectra").set_index(["layer", "expert"])
+    pairs = planted_run.table("similarity").query("k == 1")
+    for (layer, expert), row in spectra.iterrows():
+        of_expert = pairs[(pairs["layer"] == layer) & pairs[["expert_a", "expert_b"]].eq(expert).any(axis=1)]
+        top = of_expert.loc[of_expert["cosine"].abs().idxmax()]
+        assert row["nearest_cosine"] == pytest.approx(abs(top["cosine"]))
+        assert {expert, row["nearest"]} == {top["expert_a"], top["expert_b"]}
+    beyond = spectra.index[spectra["nearest_beyond"]].tolist()
+    assert {(3, 2), (3, 5)} <= set(beyond)  # the planted copies
+    places = spectra["place"].unstack()
+    assert all(sorted(row) == list(range(N)) for row in places.to_numpy().tolist())
+    assert abs(places.loc[3, 2] - places.loc[3, 5]) == 1
+
+
+@pytest.mark.parametrize(("k", "d"), [(1, 16), (4, 16), (8, 32)])
+def test_the_spread_of_random_overlaps_agrees_with_simulation(k, d):
+    generator = np.random.default_rng(0)
+    bases = np.linalg.qr(generator.standard_normal((4000, d, k)))[0]
+    overlaps = (bases[:, :k] ** 2).sum(axis=(1, 2)) / k  # with the first k coordinates
+    assert overlaps.mean() == pytest.approx(k / d, rel=0.05)
+    assert overlap_std(k, d) == pytest.approx(overlaps.std(), rel=0.05)
+
+
+def test_overlaps_at_one_vector_are_squared_cosines_with_chance_one_over_d(planted_run):
+    row = planted_run.table("orthogonality").query("k == 1 and layer == 3").iloc[0]
+    cosines = planted_run.table("similarity").query("k == 1 and layer == 3")["cosine"]
+    assert row["overlap"] == pytest.approx((cosines**2).mean())
+    assert (row["overlap_least"], row["overlap_most"]) == pytest.approx(
+        ((cosines**2).min(), (cosines**2).max())
+    )
+    assert row["overlap_chance"] == 1 / D
+
+
+def test_the_spread_of_a_random_alignment_and_of_its_mean_agree_with_simulation(planted_run):
     generator = np.random.default_rng(0)
     rows = generator.standard_normal((4000, N, 64))
     align = (rows[..., :16] ** 2).sum(-1) / (rows**2).sum(-1)
-    row = pd.Series({"random_expectation": 16 / 64, "n_experts": N, "d_model": 64})
-    assert random_std_of_mean(row) == pytest.approx(align.mean(1).std(), rel=0.05)
+    assert random_spread(np.array(16 / 64), 64) == pytest.approx(align.std(), rel=0.05)
+    layers = planted_run.table("alignment_layers").query("k < 256")
+    np.testing.assert_allclose(layers["random_std"], layers["random_spread"] / math.sqrt(N))
+    assert random_spread(np.array(16 / 64), 64) / math.sqrt(N) == pytest.approx(align.mean(1).std(), rel=0.05)
+    experts = planted_run.table("alignment").query("k < 256")
+    np.testing.assert_allclose(experts["random_spread"], experts["k"].map(dict(zip(KS, SPREAD, strict=True))))
+    pairs = planted_run.table("pairs").query("k < 256")
+    np.testing.assert_allclose(pairs["random_spread"], pairs["k"].map(dict(zip(KS, SPREAD, strict=True))))
+    np.testing.assert_allclose(pairs["random_expectation"], pairs["k"] / D)
 
 
-def test_density_captions_say_how_many_layers_chance_puts_outside():
-    caption = density_caption(32, [1, 2], [4], 50)
-    assert ": layers 1 and 2;" in caption
-    assert ": layer 4 (chance: 0.5 of 50 layers each" in caption
-    assert "no layer (chance: 0.5 of 50 layers each" in density_caption(32, [1], [], 50)
-    none = density_caption(32, [], [], 50)
-    assert "within the middle 98 %" in none
-    assert "(chance: 1 of 50 layers outside" in none
+def test_the_spread_of_means_over_random_pairs_agrees_with_simulation(planted_run):
+    rows = planted_run.table("orthogonality").query("layer == 0").set_index("k")
+    cosines = random_cosines(N, D, 2000)
+    assert rows.loc[1, "mean_abs_std"] == pytest.approx(cosines.mean(axis=1).std(), rel=0.05)
+    assert rows.loc[1, "overlap_std"] == pytest.approx((cosines**2).mean(axis=1).std(), rel=0.05)
+    assert rows.loc[16, "overlap_std"] == pytest.approx(overlap_std(16, D) / math.sqrt(28))
+    layers = planted_run.table("alignment_layers").query("not degenerate")
+    hits = (np.random.default_rng(0).integers(N, size=(20_000, N)) == 0).mean(axis=1)
+    assert layers["accuracy_std"].unique() == pytest.approx(hits.std(), rel=0.05)
+    np.testing.assert_allclose(layers["z_std"], layers["delta_std"] / layers["shuffle_std"])
+
+
+def test_the_spread_over_pairings_is_that_of_all_of_them(planted_run):
+    """8! pairings of layer 3 at k = 16, one by one, and the share of them that match as well."""
+    from itertools import permutations
+
+    where = "layer == 3 and router == 'raw'"
+    pairs = planted_run.table("pairs").query(f"{where} and k in (16, 32)")
+    for k, rows in pairs.groupby("k"):
+        M = rows.pivot(index="router_index", columns="expert", values="align").to_numpy()
+        means = M[np.arange(N), np.array(list(permutations(range(N))))].mean(axis=1)
+        layer = planted_run.table("alignment_layers").query(f"{where} and k == {k}").iloc[0]
+        assert layer["delta_std"] == pytest.approx(means.std())
+        assert layer["delta_vs_shuffle"] / layer["delta_std"] == pytest.approx(layer["perm_z"])
+    null = planted_run.table("nulls").query(f"{where} and k == 32").iloc[0]
+    assert (null["expected"], null["expected_std"]) == pytest.approx((means.mean(), means.std()))
+    assert null["share_above"] == pytest.approx((means >= M.diagonal().mean() - 1e-12).mean())
+
+
+def test_corrected_tests_of_layers_are_those_of_scipy(planted_run):
+    for _, tests in planted_run.table("alignment_tests").groupby("router"):
+        np.testing.assert_allclose(tests["q_lower"], stats.false_discovery_control(tests["p_lower"]))
+        np.testing.assert_allclose(tests["q_value"], stats.false_discovery_control(tests["p_value"]))
+        looks = 5 * 9 * N  # layers, ks, experts
+        expected = np.minimum(stats.binom(N, 1 / N).sf(tests["hub_rows"] - 1) * N, 1) * looks / N
+        np.testing.assert_allclose(tests["hub_p"], np.minimum(expected, 1))
+
+
+def test_what_is_unusual_about_a_layer_follows_from_its_rows(planted_run):
+    tests = planted_run.table("alignment_tests").query("router == 'raw'").set_index("layer")
+    layers = planted_run.table("alignment_layers").query("router == 'raw' and not degenerate")
+    pairs = planted_run.table("pairs").query("router == 'raw' and best")
+    for layer, rows in layers.groupby("layer"):
+        test = tests.loc[layer]
+        assert test["lowest_k"] == rows.loc[rows["perm_z"].idxmin(), "k"]
+        good = rows.loc[rows["argmax_accuracy"] >= 0.9, "k"]
+        assert test["last_good_k"] == good.max() if len(good) else pd.isna(test["last_good_k"])
+        last = rows.loc[rows["k"].idxmax()]
+        assert (test["last_k"], test["last_accuracy"]) == (last["k"], last["argmax_accuracy"])
+        M = pairs[pairs["layer"] == layer].pivot(index="router_index", columns="expert", values="align")
+        wins = M.idxmax(axis=1).value_counts()
+        assert test["hub_rows"] == wins.max()
+        assert wins[test["hub_expert"]] == wins.max()
+        assert test["false_calls"] == pytest.approx(0.06)
+    ambiguity = planted_run.table("ambiguity").query("router == 'raw'").set_index("layer")
+    beats = tests["verdict"].isin(["identifying", "non_random"])
+    assert ambiguity["beats_chance"].sort_index().tolist() == beats.sort_index().tolist()
+    best = planted_run.table("alignment").query("router == 'raw' and best")
+    assert best.groupby("layer")["k"].first().tolist() == tests["best_k"].tolist()
+    compared = planted_run.table("alignment").query("reference")
+    assert set(compared["k"]) == {128}
+    assert set(planted_run.table("alignment_layers").query("reference")["k"]) == {128}
+
+
+def test_ranks_of_layers_and_spectra_are_those_of_their_experts(planted_run):
+    spectra = planted_run.table("spectra")
+    layers = planted_run.table("spectra_layers").set_index("layer")
+    for name in ("effective_rank", "stable_rank"):
+        grouped = spectra.groupby("layer")[name]
+        np.testing.assert_allclose(layers[f"{name}_median"], grouped.median())
+        np.testing.assert_allclose(layers[f"{name}_least"], grouped.min())
+        np.testing.assert_allclose(layers[f"{name}_most"], grouped.max())
+    assert layers["rank"].tolist() == spectra.groupby("layer")["rank"].max().tolist()
+    setup = planted_run.info["setup"][0]
+    shape = (setup["d_ff"], setup["d_model"])
+    assert set(spectra["random_rank"]) == {random_rank(shape, SIGNIFICAND_BITS[setup["dtype"]])}
+    drawn = planted_run.table("spectrum").query("layer == 2 and expert == 5")
+    values = spectra.query("layer == 2 and expert == 5")["singular_values"].iloc[0]
+    places = drawn["place"].tolist()
+    assert (places[0], places[-1]) == (1, len(values))
+    assert len(places) <= 60
+    np.testing.assert_array_equal(drawn["singular_value"], values[drawn["place"] - 1])
 
 
 def test_captions_of_a_random_model_claim_nothing_and_name_chance(tmp_path):
     tensors = tiny_tensors(layers=8, experts=8, d_model=32, d_ff=48, seed=4)
     model = write_checkpoint(tmp_path / "model", tensors, tiny_config(layers=8, experts=8))
-    view = views(scan(model, out=tmp_path / "run", quiet=True))[0]
-    captions = {spec.name: spec.draw(view.tables).caption for spec in ACROSS_LAYERS}
-    assert captions["accuracy_by_k"].startswith("At chance: layers 0 to 7")
-    assert captions["delta_by_k"].startswith("In no layer")
-    assert "Random router rows: 0 ± " in captions["effect_by_k"]
-    assert "random router rows: 1 ± 1)" in captions["cos_squared_by_layer"]
-    assert "(chance: about half)" in captions["delta_by_expert"]
-    for _, tables in view.by_layer():
-        drawn = {spec.name: spec.draw(tables).caption for spec in ONE_LAYER}
-        assert "(chance: 1)" in drawn["pair_matrix"]
-        assert "(chance: 7)" in drawn["margin_histogram"]
-        assert "0.0125)" in drawn["expert_cos_squared"]
+    run = scan(model, out=tmp_path / "run", quiet=True)
+    assert "(chance 1/n: 0.125)" in run.draw("identification_by_k").caption
+    for name in ("alignment_by_expert", "cosine_heatmap", "overlap_heatmap", "pair_matrix"):
+        z = np.concatenate([np.ravel(trace["z"]) for trace in run.draw(name).data if "z" in trace])
+        known = z[np.isfinite(z)]
+        assert (known != 0).mean() <= 0.1, name
+    assert "or below 0 (no preference)" in run.draw("margin_histogram").caption
 
 
-def test_discoveries_are_those_of_scipy():
-    from scipy.stats import false_discovery_control
-
-    generator = np.random.default_rng(0)
-    for _ in range(50):
-        p = pd.Series(generator.uniform(size=12) ** 4, index=range(100, 112))
-        assert sorted(discoveries(p)) == list(p.index[false_discovery_control(p) <= 0.05])
-
-
-def test_the_score_at_chance_follows_the_runs_own_weights(tmp_path):
+def test_the_figure_of_the_absolute_score_draws_its_level_at_chance(tmp_path):
     model = write_checkpoint(tmp_path / "model", tiny_tensors(), tiny_config())
-    run = scan(model, ambiguity_weights=(0.6, 0.2, 0.2), out=tmp_path / "run", quiet=True)
-    spec = next(spec for spec in ACROSS_LAYERS if spec.name == "absolute_ambiguity_by_layer")
-    levels = run.table("ambiguity").sort_values("layer")
-    check(spec.draw(views(run)[0].tables), {"a layer at chance": levels["absolute_chance"]})
+    run = scan(model, out=tmp_path / "run", quiet=True)
+    levels = run.table("ambiguity").sort_values("layer")["absolute_chance"]
+    drawn = grey(run.draw("absolute_ambiguity_by_layer"))
+    np.testing.assert_allclose(drawn["a layer at chance"], levels)
     # at a given k every term but that of accuracy is at its worst; choosing k lowers all three
-    assert (levels["absolute_chance"] < 0.6 * 3 / 4 + 0.4).all()
-    default = scan(model, out=tmp_path / "default", quiet=True).table("ambiguity").sort_values("layer")
-    assert (levels["absolute_chance"] < default["absolute_chance"]).all()
-    np.testing.assert_allclose(levels["accuracy_chance"], default["accuracy_chance"])
-
-
-def test_the_density_ridge_rises_from_its_layer_and_the_diamond_stands_at_the_observed_value(raw):
-    nulls = raw.tables["nulls"]
-    figure = next(spec for spec in ACROSS_LAYERS if spec.name == "null_density").draw(raw.tables)
-    ridge, diamonds = figure.data[2:4]  # at k = 128
-    rows = ridge["y"][np.isfinite(ridge["y"])]
-    assert rows.min() == 0
-    assert 4 < rows.max() < 5  # the first layer on top, above its own line
-    observed = nulls[nulls["k"] == 128].groupby("layer")["observed"].first()
-    assert dict(zip(diamonds["customdata"], diamonds["x"], strict=True)) == pytest.approx(observed.to_dict())
+    assert (levels < 0.4 * 3 / 4 + 0.6).all()
 
 
 def test_margins_that_are_negative_are_counted_as_such(raw):
-    figure = next(spec for spec in ONE_LAYER if spec.name == "margin_histogram").draw(dict(raw.by_layer())[3])
-    assert figure.caption == "1 of 8 margins are negative (chance: 7)."
+    drawn = NAMED["margin_histogram"].draw(dict(raw.by_layer())[3])
+    assert drawn.caption == "1 of 8 at or below 0 (no preference)."

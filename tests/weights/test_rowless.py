@@ -30,7 +30,7 @@ from moescope.verb import Selection
 from moescope.weights.verb import scan
 
 WITHOUT = {"hash", "spectra", "dense"}
-ALONE = {"spectra", "similarity", "orthogonality"}
+ALONE = {"spectra", "spectra_layers", "spectrum", "similarity", "orthogonality"}
 
 
 def model(router: str, seed: int = 0) -> LabModel:
@@ -89,7 +89,7 @@ def test_tables_of_experts_are_bit_equal_to_those_of_the_same_experts_under_a_to
 
 def test_a_dense_model_has_the_spectra_of_its_blocks_and_nothing_else(places, runs):
     run = runs["dense"]
-    assert run.tables == ["spectra"]
+    assert run.tables == ["spectra", "spectra_layers", "spectrum"]
     lab = model("dense")
     for row in run.table("spectra").itertuples():
         gate = lab.blocks[row.layer].mlp.experts.state_dict()["gate_up"][0].double().numpy()[:32]
@@ -106,7 +106,9 @@ def test_a_rank_deficient_expert_falls_back_without_router_rows_too(tmp_path):
     spectra = run.table("spectra").set_index(["layer", "expert"])
     assert spectra.loc[(1, 3), "rank"] == 1
     assert spectra.index[spectra["fallback"]].tolist() == [(1, 3)]
-    assert any("expert 3 of layer 1 (rank 1, random" in finding for finding in run.verb.summary(run).findings)
+    assert any(
+        "lowest layer 1, expert 3, rank 1 (random" in finding for finding in run.verb.summary(run).findings
+    )
 
 
 def test_an_expert_that_holds_nan_is_rejected_or_marked(tmp_path):
@@ -156,21 +158,21 @@ def test_the_report_has_only_what_has_something_to_show(router, runs):
     across = [section for section in sections if section.layer is None]
     of_pairs = ["cosine_heatmap", "orthogonality_by_layer", "overlap_by_k"] if router != "dense" else []
     names = [spec.name for section in across for spec, _ in section.figures]
-    assert sorted(names) == sorted([*of_pairs, "spectra_by_layer", "ranks_by_layer"])
+    assert sorted(names) == sorted([*of_pairs, "ranks_by_layer"])
     tables = [table["name"] for section in across for table in section.tables]
     assert tables == (["orthogonality"] if router != "dense" else [])
     assert run.verb.overlay([run]) == []
     glossary = [section["table"] for section in page_content([run])["payloads"]["glossary"]]
-    assert glossary == (["similarity", "orthogonality", "spectra"] if router != "dense" else ["spectra"])
+    spectra = ["spectra", "spectra_layers", "spectrum"]
+    assert glossary == (["similarity", "orthogonality", *spectra] if router != "dense" else spectra)
     opened = [section for section in sections if section.layer is not None][1]
-    assert [spec.name for spec, _ in opened.figures] == (["overlap_over_k"] if of_pairs else []) + [
-        "expert_spectra"
-    ]
+    pairs = ["overlap_heatmap", "expert_spectra", "overlap_by_k"]
+    assert [spec.name for spec, _ in opened.figures] == (pairs if of_pairs else ["expert_spectra"])
     assert (opened.sections, len(opened.tables), opened.badge) == ([], 1, None)
     assert "router" not in " ".join([*opened.facts, opened.facts["dtype"]])
     (table,) = run.verb.summary(run).sections[0].tables
     rows = run.table("spectra").groupby("layer")["effective_rank"].median()
-    at = [column["name"] for column in table["columns"]].index("effective_rank")
+    at = [column["name"] for column in table["columns"]].index("effective_rank_median")
     assert [row[at] for row in table["rows"]] == pytest.approx(rows.tolist(), rel=1e-5)
 
 
@@ -179,7 +181,7 @@ def test_reports_of_runs_with_and_without_rows_stand_in_one_page(runs, tmp_path)
     all_runs = [runs["hash"], routed, runs["dense"]]
     (side_by_side,) = routed.verb.overlay(all_runs)
     names = [spec.name for spec, _ in side_by_side.sections[0].figures]
-    assert names == ["compare_orthogonality", "compare_effective_rank"]
+    assert names == ["orthogonality_by_layer", "ranks_by_layer"]
     page = report(*all_runs, out=tmp_path / "all.html")
     assert "has no row" in page.read_text()
 
@@ -189,7 +191,7 @@ def test_steps_of_one_training_are_one_run_and_two_routers_are_not(places, tmp_p
     run = scan(first, second, out=tmp_path / "run", device="cpu", quiet=True)
     assert sorted(run.table("similarity")["step"].unique()) == [1, 2]
     (side_by_side,) = run.verb.overlay([run])
-    assert [spec.name for spec, _ in side_by_side.sections[0].figures] == ["steps_orthogonality"]
+    assert [spec.name for spec, _ in side_by_side.sections[0].figures] == ["orthogonality_by_step"]
     with pytest.raises(BadInput, match="another family"):
         scan(first, places["spectra"], out=tmp_path / "no", device="cpu", quiet=True)
 

@@ -24,11 +24,11 @@ import torch
 import ray_work
 from checkpoints import edit_json, expert_name, tiny_checkpoint, tiny_config, tiny_tensors, write_checkpoint
 from moescope import Run, scan
-from moescope.demo.planted import write_planted
 from moescope.errors import BadInput
 from moescope.weights import layer as layer_module
 from moescope.weights import verb as scan_module
 from moescope.weights.tables import TABLES
+from planted import write_planted
 from spectral.builders import stored_low_rank
 
 LAYERS = 5

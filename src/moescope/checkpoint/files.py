@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from moescope.errors import BadInput
 
 if TYPE_CHECKING:
-    from torch import Tensor
+    from torch import Tensor, dtype
 
 Index = int | slice | None  # of a tensor's first axis: one index, a slice, or all of it
 
@@ -29,6 +29,22 @@ FLOAT_DTYPES = {
     "torch.float16": "F16",
     "torch.bfloat16": "BF16",
 }
+# dtypes as safetensors names them -> as torch does
+TORCH_DTYPES = {
+    **{short: name.removeprefix("torch.") for name, short in FLOAT_DTYPES.items()},
+    "I64": "int64", "I32": "int32", "I16": "int16", "I8": "int8", "U8": "uint8", "BOOL": "bool",
+    "F8_E4M3": "float8_e4m3fn", "F8_E5M2": "float8_e5m2", "F8_E8M0": "float8_e8m0fnu", "U64": "uint64",
+    "U32": "uint32", "U16": "uint16", "C64": "complex64",
+}  # fmt: skip
+
+
+def torch_dtype(name: str) -> dtype:
+    """Return the torch dtype that safetensors calls `name`."""
+    import torch
+
+    if not hasattr(torch, TORCH_DTYPES.get(name, "")):
+        raise ValueError(f"dtype {name} is not known")
+    return getattr(torch, TORCH_DTYPES[name])
 
 
 @dataclass(frozen=True)
@@ -47,27 +63,14 @@ class StoredTensor:
         if not self.shape or not self.shape[0]:
             raise ValueError(f"a tensor of shape {list(self.shape)} has no parts")
         row = (self.end - self.start) // self.shape[0]
-        if isinstance(index, int):
-            first, shape = range(self.shape[0])[index], self.shape[1:]
-            last = first + 1
-        else:
-            first, last, step = index.indices(self.shape[0])
-            assert step == 1
-            shape = (last - first, *self.shape[1:])
-        return StoredTensor(self.dtype, shape, self.start + first * row, self.start + last * row)
+        chosen = range(self.shape[0])[index]
+        rows, lead = (range(chosen, chosen + 1), ()) if isinstance(chosen, int) else (chosen, (len(chosen),))
+        start, end = self.start + rows.start * row, self.start + rows.stop * row
+        return StoredTensor(self.dtype, (*lead, *self.shape[1:]), start, end)
 
     def from_bytes(self, data: Tensor) -> Tensor:
         """View uint8 data as a tensor of this dtype and shape."""
-        import torch
-
-        special = {"BOOL": "bool", "BF16": "bfloat16"}
-        special |= {"F8_E4M3": "float8_e4m3fn", "F8_E5M2": "float8_e5m2", "F8_E8M0": "float8_e8m0fnu"}
-        kinds = {"F": "float", "I": "int", "U": "uint", "C": "complex"}
-        name = special.get(self.dtype) or kinds.get(self.dtype[0], "unknown") + self.dtype[1:]
-        dtype = getattr(torch, name, None)
-        if not isinstance(dtype, torch.dtype):
-            raise ValueError(f"dtype {self.dtype} is not known")
-        return data.view(dtype).reshape(self.shape)
+        return data.view(torch_dtype(self.dtype)).reshape(self.shape)
 
 
 @dataclass(frozen=True)
@@ -79,7 +82,7 @@ class TensorInfo:
 
     @property
     def file_name(self) -> str:
-        return Path(self.file).name if "://" not in self.file else self.file.rsplit("/", 1)[-1]
+        return self.file.rsplit("/", 1)[-1]
 
     @property
     def parameters(self) -> int:
@@ -87,38 +90,44 @@ class TensorInfo:
 
 
 class Files(Protocol):
-    """The files of one checkpoint, by their names inside one folder."""
+    """The files of one checkpoint, by their names inside one folder. A model in memory has none of them."""
 
-    @property
-    def parallel(self) -> int:
-        """How many files are worth requesting at the same time."""
+    parallel: int = 1  # how many files are worth requesting at the same time
 
     def label(self, name: str) -> str:
         """Return the path or URL that messages name the file by."""
 
     def names(self) -> list[str]:
         """Return all file names; empty where the folder cannot be listed."""
+        return []
 
-    def exists(self, name: str) -> bool: ...
+    def exists(self, name: str) -> bool:
+        return False
 
     def raw(self, name: str) -> bytes | None:
         """Return all of a small file; None if there is no such file."""
+        return None
 
-    def size(self, name: str) -> int: ...
+    def size(self, name: str) -> int:
+        """Return the number of bytes."""
 
     def stamp(self, name: str) -> str:
         """Return a string that changes when the file does, without reading the file."""
+        return ""
 
     def fingerprint(self, name: str) -> str:
         """Return a string that is equal for a copy of the file and differs for another file."""
+        return self.stamp(name)
 
-    def headers(self, name: str) -> dict[str, StoredTensor]: ...
+    def headers(self, name: str) -> dict[str, StoredTensor]:
+        """Return every tensor that the file declares."""
 
     def read(self, name: str, tensor: str, index: Index = None) -> Tensor:
         """Return a copy of a tensor or of a part of its first axis; nothing else of the file is read."""
 
     def release(self) -> None:
         """Close what stays open between reads. Called after each layer."""
+        return
 
 
 def safetensors_headers(path: Path, header: bytes) -> dict[str, StoredTensor]:
@@ -177,8 +186,7 @@ def indexed_tensors(files: Files, index_name: str, index: Any) -> dict[str, Tens
         raise BadInput(f"{label}: no weight_map in it; download the file again")
     for tensor, file in weight_map.items():
         # An index is untrusted input: it may only name files in its own folder.
-        plain = isinstance(file, str) and file not in ("", "..") and Path(file).name == file
-        if not plain or "\\" in file:
+        if not isinstance(file, str) or file in ("", "..") or Path(file).name != file or "\\" in file:
             raise BadInput(
                 f"{label}: tensor {tensor} is listed in {file!r}, which is not a file in the folder of the "
                 "index; download it again"
@@ -229,8 +237,7 @@ def read_config(files: Files) -> dict[str, Any] | None:
 
 def read_json(files: Files, name: str) -> Any:
     """Return the parsed file; None if there is none, [] for JSON's null, which is not an object."""
-    raw = files.raw(name)
-    if raw is None:
+    if (raw := files.raw(name)) is None:
         return None
     try:
         value = json.loads(raw.decode("utf-8"))

@@ -13,6 +13,7 @@ from moescope.checkpoint.files import (
     FLOAT_DTYPES,
     MAX_HEADER_BYTES,
     MAX_TEXT_BYTES,
+    Files,
     Index,
     StoredTensor,
     first_line,
@@ -31,15 +32,13 @@ SAMPLE_BYTES = 4096
 
 
 @dataclass(frozen=True)
-class LocalFiles:
+class LocalFiles(Files):
     folder: Path
     stored: dict[str, dict[str, StoredTensor]] = field(default_factory=dict, repr=False, compare=False)
     stamps: dict[str, str] = field(default_factory=dict, repr=False, compare=False)  # at header time
-    opened: dict[str, Any] = field(
-        default_factory=dict, repr=False, compare=False
-    )  # stays open between reads
+    # stays open between reads
+    opened: dict[str, Any] = field(default_factory=dict, repr=False, compare=False)
     lock: threading.Lock = field(default_factory=threading.Lock, repr=False, compare=False)
-    parallel: int = 1
 
     def label(self, name: str) -> str:
         return str(self.folder / name)
@@ -83,8 +82,7 @@ class LocalFiles:
         return f"{size} {digest.hexdigest()}"
 
     def sampled_spans(self, name: str, size: int) -> list[tuple[int, int]]:
-        tensors = [] if is_pickle(name) else list(self.stored.get(name, {}).values())
-        pieces = [(tensor.start, tensor.end) for tensor in tensors]
+        pieces = [(tensor.start, tensor.end) for tensor in self.stored.get(name, {}).values()]
         if not pieces:  # a pickle has no table of contents: blocks all over it
             step = max(size // (HASHED_WHOLE // SAMPLE_BYTES), SAMPLE_BYTES)
             return [(start, min(start + SAMPLE_BYTES, size)) for start in range(0, size, step)]
@@ -94,8 +92,7 @@ class LocalFiles:
                 spans.append((start, end))
                 left -= end - start
             else:
-                middle = (start + end) // 2
-                places = (start, middle, max(end - SAMPLE_BYTES, start))
+                places = (start, (start + end) // 2, max(end - SAMPLE_BYTES, start))
                 spans += [(place, min(place + SAMPLE_BYTES, end)) for place in places]
         return spans
 
@@ -123,11 +120,18 @@ class LocalFiles:
             ) from None
 
     def read(self, name: str, tensor: str, index: Index = None) -> Tensor:
+        import torch
+
         try:
             handle = self.handle(name)
             if is_pickle(name):
                 return (handle[tensor] if index is None else handle[tensor][index]).clone().contiguous()
-            return read_tensor(handle, self.stored[name][tensor].part(index))
+            # Not through a map: its pages would count as resident, and a cold disk would serve them 128 KiB
+            # at a time.
+            place = self.stored[name][tensor].part(index)
+            data = torch.empty(place.end - place.start, dtype=torch.uint8)
+            read_bytes(handle, place.start, [data])
+            return place.from_bytes(data)
         except (OSError, ValueError, RuntimeError, KeyError) as error:
             raise BadInput(
                 f"{self.label(name)}: cannot read tensor {tensor} ({first_line(error)}); "
@@ -176,18 +180,6 @@ class OpenFile:
             os.close(self.descriptor)
 
 
-def read_tensor(file: OpenFile, place: StoredTensor) -> Tensor:
-    """Read a tensor straight into new memory.
-
-    Not through a map: its pages would count as resident, and a cold disk would serve them 128 KiB at a time.
-    """
-    import torch
-
-    data = torch.empty(place.end - place.start, dtype=torch.uint8)
-    read_bytes(file, place.start, [data])
-    return place.from_bytes(data)
-
-
 def read_bytes(file: OpenFile, start: int, targets: list[Tensor]) -> None:
     """Fill tensors of bytes from `start` on, by as few requests as the system allows."""
     left = [memoryview(target.numpy()) for target in targets if len(target)]  # type: ignore[arg-type]
@@ -217,18 +209,16 @@ def load_pickled(path: Path) -> dict[str, Tensor]:
             f"{path}: cannot be read as plain tensors ({first_line(error)[:120]}), and pickled code is never "
             "run; download it again, or give a checkpoint saved as safetensors"
         ) from None
-    tensors = loaded if isinstance(loaded, dict) else {}
-    if not tensors or not all(
-        isinstance(key, str) and isinstance(value, torch.Tensor) for key, value in tensors.items()
-    ):
+    table = loaded.items() if isinstance(loaded, dict) else ()
+    if not table or not all(isinstance(key, str) and isinstance(value, torch.Tensor) for key, value in table):
         raise BadInput(
             f"{path}: not a plain table of names and tensors; give a checkpoint saved as safetensors"
         )
-    if any(tensor.is_meta or tensor.layout != torch.strided for tensor in tensors.values()):
+    if any(tensor.is_meta or tensor.layout != torch.strided for _, tensor in table):
         raise BadInput(
             f"{path}: holds tensors without data or of sparse layout; give a checkpoint saved as safetensors"
         )
-    return {name: tensor.detach() for name, tensor in tensors.items()}
+    return {name: tensor.detach() for name, tensor in table}
 
 
 def in_memory_header(tensor: Tensor) -> StoredTensor:

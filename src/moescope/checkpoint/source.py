@@ -75,16 +75,15 @@ class Checkpoint:
     def read(self, name: str, index: Index = None) -> Tensor:
         """Return a copy of a tensor or of a part of its first axis; float32 if it was quantised."""
         self.check_readable(name)
-        if name in self.packed:
-            return self.packed[name].read(self.read_stored, index)
-        return self.read_stored(name, index)
+        packed = self.packed.get(name)
+        return packed.read(self.read_stored, index) if packed else self.read_stored(name, index)
 
     def check_readable(self, name: str) -> None:
         """Raise for a tensor of unsupported dtype or quantisation, from headers alone."""
-        info = self.tensors[name]
-        if name in self.packed:
-            self.packed[name].check()
-        elif info.dtype not in READABLE_DTYPES:
+        info, packed = self.tensors[name], self.packed.get(name)
+        if packed and packed.problem:
+            raise BadInput(packed.problem)
+        if not packed and info.dtype not in READABLE_DTYPES:
             raise BadInput(
                 f"{info.file}: tensor {name} has dtype {info.dtype}, which is not supported; "
                 f"give a checkpoint in {', '.join(sorted(READABLE_DTYPES))}"
@@ -120,33 +119,17 @@ def open_checkpoint(model: str | Path, revision: str | None = None) -> Checkpoin
 
 
 @dataclass(frozen=True)
-class MemoryFiles:
+class MemoryFiles(Files):
     """The weights of a model in memory, in place of a checkpoint's files."""
 
     weights: dict[str, Tensor]
     model_label: str
-    parallel: int = 1
 
     def label(self, name: str) -> str:
         return self.model_label
 
-    def names(self) -> list[str]:
-        return []
-
-    def exists(self, name: str) -> bool:
-        return False
-
-    def raw(self, name: str) -> bytes | None:
-        return None
-
     def size(self, name: str) -> int:
         return sum(tensor.nbytes for tensor in self.weights.values())
-
-    def stamp(self, name: str) -> str:
-        return ""
-
-    def fingerprint(self, name: str) -> str:
-        return ""
 
     def headers(self, name: str) -> dict[str, StoredTensor]:
         return {tensor: in_memory_header(value) for tensor, value in self.weights.items()}
@@ -154,8 +137,6 @@ class MemoryFiles:
     def read(self, name: str, tensor: str, index: Index = None) -> Tensor:
         value = self.weights[tensor] if index is None else self.weights[tensor][index]
         return value.detach().to("cpu", copy=True)
-
-    def release(self) -> None: ...
 
 
 def in_memory(model: nn.Module, label: str) -> Checkpoint:

@@ -11,11 +11,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from moescope.checkpoint.files import INDEX_NAMES, first_line
+from moescope.checkpoint.files import INDEX_NAMES, TORCH_DTYPES, first_line
 from moescope.checkpoint.local import LocalFiles, is_pickle
 from moescope.checkpoint.source import Checkpoint
 from moescope.errors import BadInput
-from moescope.storage import check_disk, sync_file, sync_folder, whole_folder
+from moescope.storage import check_disk, sync, whole_folder
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -28,18 +28,7 @@ WEIGHT_ENDINGS = {
     ".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".gguf", ".ggml", ".h5", ".msgpack", ".onnx", ".npz",
     ".npy", ".pkl", ".tflite", ".index", ".distcp", ".tmp",
 }  # fmt: skip
-NOT_COPIED = {"config.json", "trainer_state.json"}
 TEMPLATE_FOLDER = "additional_chat_templates"  # the one subfolder that belongs to a tokenizer
-WIDTHS = {
-    "F64": 8, "I64": 8, "U64": 8, "C64": 8, "F32": 4, "I32": 4, "U32": 4, "F16": 2, "BF16": 2, "I16": 2,
-    "U16": 2,
-}  # fmt: skip
-TORCH_DTYPES = {
-    "torch.float64": "F64", "torch.float32": "F32", "torch.float16": "F16", "torch.bfloat16": "BF16",
-    "torch.int64": "I64", "torch.int32": "I32", "torch.int16": "I16", "torch.int8": "I8",
-    "torch.uint8": "U8", "torch.bool": "BOOL", "torch.float8_e4m3fn": "F8_E4M3",
-    "torch.float8_e5m2": "F8_E5M2",
-}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -80,8 +69,7 @@ class StoredBytes:
         return Path(self.checkpoint.stored[name].file), self.ranges[name][0]
 
     def nbytes(self, name: str) -> int:
-        begin, end = self.ranges[name]
-        return end - begin
+        return self.ranges[name][1] - self.ranges[name][0]
 
     def chunks(self, name: str, first: int = 0, length: int | None = None) -> Iterator[memoryview]:
         """Yield the tensor's bytes, or `length` of them from byte `first` on, a few MB at a time."""
@@ -121,14 +109,6 @@ def local_files(checkpoint: Checkpoint) -> LocalFiles:
     return files
 
 
-def torch_dtype(name: str) -> Any:
-    """Return the torch dtype that safetensors calls `name`."""
-    import torch
-
-    full = {short: full for full, short in TORCH_DTYPES.items()}[name]
-    return getattr(torch, full.removeprefix("torch."))
-
-
 def bytes_of(tensor: Tensor) -> memoryview:
     """Return the tensor's data in row-major order, without a copy if it has that order."""
     import torch
@@ -138,14 +118,15 @@ def bytes_of(tensor: Tensor) -> memoryview:
 
 def plan_tensor(name: str, tensor: Tensor) -> PlannedTensor:
     """Plan a tensor that is in memory."""
-    dtype = TORCH_DTYPES.get(str(tensor.dtype))
+    dtype = next(
+        (short for short, full in TORCH_DTYPES.items() if f"torch.{full}" == str(tensor.dtype)), None
+    )
     if dtype is None:
         raise BadInput(
             f"tensor {name} has dtype {tensor.dtype}, which cannot be written; supported: "
-            f"{', '.join(TORCH_DTYPES.values())}"
+            f"{', '.join(TORCH_DTYPES)}"
         )
-    size = tensor.numel() * tensor.element_size()
-    return PlannedTensor(name, dtype, tuple(tensor.shape), size, lambda: iter([bytes_of(tensor)]))
+    return PlannedTensor(name, dtype, tuple(tensor.shape), tensor.nbytes, lambda: [bytes_of(tensor)])
 
 
 def write_checkpoint(
@@ -162,36 +143,30 @@ def write_checkpoint(
     is None. `progress` receives the bytes written and the total after each tensor.
     """
     shards = split_shards(tensors, max_shard_bytes)
-    names = shard_names(len(shards))
-    total = sum(tensor.nbytes for tensor in tensors)
+    names = ["model.safetensors"]
+    if (count := len(shards)) > 1:
+        names = [f"model-{number:05d}-of-{count:05d}.safetensors" for number in range(1, count + 1)]
+    total, done = sum(tensor.nbytes for tensor in tensors), 0
     small = small_files(source, with_config=config is None) if source else {}
-    done = 0
-
-    def report(written: int) -> None:
-        nonlocal done
-        done += written
-        if progress:
-            progress(done, total)
-
     with whole_folder(Path(folder)) as partial:
         headers = [header_bytes(shard) for shard in shards]
         needed = total + sum(map(len, headers)) + sum(path.stat().st_size for path in small.values())
         check_disk(partial.parent, needed, "free some space, or give a folder on another disk")
         copy_small_files(small, partial)
         for name, header, shard in zip(names, headers, shards, strict=True):
-            write_shard(partial / name, header, shard, report)
+            for written in write_shard(partial / name, header, shard):
+                done += written
+                if progress:
+                    progress(done, total)
         if len(shards) > 1:
             weight_map = {
                 tensor.name: name for name, shard in zip(names, shards, strict=True) for tensor in shard
             }
-            write_text(
-                partial / INDEX_NAMES[0],
-                {"metadata": {"total_size": total}, "weight_map": weight_map},
-                sort=True,
-            )
+            index = {"metadata": {"total_size": total}, "weight_map": weight_map}
+            write_text(partial / INDEX_NAMES[0], index, sort=True)
         if config is not None:
             write_text(partial / "config.json", config)
-    return Written(Path(folder), names, len(tensors), total)
+    return Written(Path(folder), tuple(names), len(tensors), total)
 
 
 def split_shards(tensors: Sequence[PlannedTensor], max_bytes: int) -> list[list[PlannedTensor]]:
@@ -211,13 +186,10 @@ def split_shards(tensors: Sequence[PlannedTensor], max_bytes: int) -> list[list[
             size = 0
         shards[-1].append(tensor)
         size += tensor.nbytes
-    return [sorted(shard, key=lambda tensor: -WIDTHS.get(tensor.dtype, 1)) for shard in shards]
-
-
-def shard_names(count: int) -> tuple[str, ...]:
-    if count == 1:
-        return ("model.safetensors",)
-    return tuple(f"model-{number:05d}-of-{count:05d}.safetensors" for number in range(1, count + 1))
+    return [
+        sorted(shard, key=lambda tensor: -tensor.nbytes // max(math.prod(tensor.shape), 1))
+        for shard in shards
+    ]
 
 
 def header_bytes(shard: Sequence[PlannedTensor]) -> bytes:
@@ -236,9 +208,8 @@ def header_bytes(shard: Sequence[PlannedTensor]) -> bytes:
     return len(text).to_bytes(8, "little") + text
 
 
-def write_shard(
-    path: Path, header: bytes, shard: Sequence[PlannedTensor], report: Callable[[int], None]
-) -> None:
+def write_shard(path: Path, header: bytes, shard: Sequence[PlannedTensor]) -> Iterator[int]:
+    """Write the file; yield each tensor's number of bytes."""
     with path.open("wb") as file:
         file.write(header)
         for tensor in shard:
@@ -246,11 +217,10 @@ def write_shard(
             for chunk in tensor.chunks():
                 file.write(chunk)
                 written += chunk.nbytes
-            if (
-                written != tensor.nbytes
-            ):  # the header has promised otherwise, and every later tensor would be shifted
+            # the header has promised otherwise, and every later tensor would be shifted
+            if written != tensor.nbytes:
                 raise ValueError(f"tensor {tensor.name}: {written} bytes came, {tensor.nbytes} were planned")
-            report(written)
+            yield written
         file.flush()
         os.fsync(file.fileno())
 
@@ -259,7 +229,7 @@ def write_text(path: Path, value: dict[str, Any], sort: bool = False) -> None:
     text = json.dumps(value, indent=2, sort_keys=sort, ensure_ascii=False) + "\n"
     # backslashreplace: lone surrogates, as JSON would write them
     path.write_text(text, encoding="utf-8", errors="backslashreplace")
-    sync_file(path)
+    sync(path)
 
 
 def small_files(source: Path, with_config: bool) -> dict[str, Path]:
@@ -267,11 +237,14 @@ def small_files(source: Path, with_config: bool) -> dict[str, Path]:
     files = {}
     for file in sorted((*source.iterdir(), *(source / TEMPLATE_FOLDER).glob("*"))):
         name = file.relative_to(source).as_posix()
-        wanted = name not in NOT_COPIED or (with_config and name == "config.json")
-        weights = (
-            file.suffix.lower() in WEIGHT_ENDINGS or name.endswith(".index.json") or name.startswith(".")
+        excluded = (
+            file.suffix.lower() in WEIGHT_ENDINGS
+            or name.endswith(".index.json")
+            or name.startswith(".")
+            or name == "trainer_state.json"
+            or (name == "config.json" and not with_config)
         )
-        if wanted and not weights and is_inside(file, source) and file.stat().st_size <= SMALL_FILE_BYTES:
+        if not excluded and is_inside(file, source) and file.stat().st_size <= SMALL_FILE_BYTES:
             files[name] = file
     return files
 
@@ -298,6 +271,6 @@ def copy_small_files(files: dict[str, Path], folder: Path) -> None:
             raise BadInput(
                 f"{error.filename}: no permission to read; change the file's mode or owner"
             ) from None
-        sync_file(target)
+        sync(target)
         if target.parent != folder:
-            sync_folder(target.parent)
+            sync(target.parent)

@@ -1,1 +1,1 @@
-"""Compare: what changed between two checkpoints or two runs."""
+"""Compare: what changed between two checkpoints, or in the routing of one text."""

@@ -28,48 +28,39 @@ def agreement_table(runs: list[Run], seed: int) -> tuple[pd.DataFrame, list[str]
     import pandas as pd
 
     readers = common_phase(runs)
-    keys = readers[0].keys_T, readers[1].keys_T
-    both, at_a, at_b = np.intersect1d(keys[0], keys[1], return_indices=True)
-    ids = [reader.token_ids()[at] for reader, at in zip(readers, (at_a, at_b), strict=True)]
+    both, *places = np.intersect1d(readers[0].keys_T, readers[1].keys_T, return_indices=True)
+    ids = [reader.token_ids()[at] for reader, at in zip(readers, places, strict=True)]
     prefix_T = common_prefix(both >> 32, (ids[0] != ids[1]) & (ids[0] >= 0) & (ids[1] >= 0))
-    warnings = []
-    total = max(len(reader.keys_T) for reader in readers)
-    if prefix_T.sum() < total:
-        warnings.append(
-            f"agreement: {int(prefix_T.sum()):,} of {total:,} tokens are in common prefixes of documents"
-        )
+    total, common = max(len(reader.keys_T) for reader in readers), int(prefix_T.sum())
+    warning = f"agreement: {common:,} of {total:,} tokens are in common prefixes of documents"
     layers = [layer for layer in readers[0].layers if layer in readers[1].layers]
-    if not prefix_T.any() or not layers:
+    if not common or not layers:
         raise BadInput(
             f"{runs[0].path} and {runs[1].path} have no token of the same document, position and layer in "
             "common; trace the same text"
         )
-    choices = []
-    for reader, at in zip(readers, (at_a, at_b), strict=True):
-        rows = [list(reader.layers).index(layer) for layer in layers]
-        choices.append(reader.lists("experts", -1, np.int16)[rows][:, at[prefix_T]])
-    width = max(part.shape[2] for part in choices)
+    width = max(reader.width for reader in readers)
+    rows = [[list(reader.layers).index(layer) for layer in layers] for reader in readers]
+    tokens = [at[prefix_T] for at in places]
     choices = [
-        np.pad(part, ((0, 0), (0, 0), (0, width - part.shape[2])), constant_values=-1) for part in choices
+        reader.lists("experts", -1, np.int16, width)[of_layers][:, at]
+        for reader, of_layers, at in zip(readers, rows, tokens, strict=True)
     ]
-    gates_LTK = readers[0].lists("gates", np.nan, np.float32)
-    gates = gates_LTK[[list(readers[0].layers).index(layer) for layer in layers]][:, at_a[prefix_T]]
-    gates = np.pad(gates, ((0, 0), (0, 0), (0, width - gates.shape[2])), constant_values=np.nan)
-    margins_LT = readers[0].numbers("margin")
-    margins = margins_LT[[list(readers[0].layers).index(layer) for layer in layers]][:, at_a[prefix_T]]
+    gates = readers[0].lists("gates", np.nan, np.float32, width)[rows[0]][:, tokens[0]]
+    margins = readers[0].numbers("margin")[rows[0]][:, tokens[0]]
     document_T = np.unique(both[prefix_T] >> 32, return_inverse=True)[1]
     generator = np.random.default_rng(seed)
     diverged_T = np.zeros(len(document_T), dtype=bool)
     found = []
-    for index, layer in enumerate(layers):
-        parts = choices[0][index], choices[1][index], gates[index]
-        row, different_T = layer_row(*parts, document_T, generator)
-        row |= flip_margins(margins[index], different_T)
+    for layer, ours_TK, theirs_TK, gates_TK, margin_T in zip(layers, *choices, gates, margins, strict=True):
+        row, different_T = layer_row(ours_TK, theirs_TK, gates_TK, document_T, generator)
+        row |= flip_margins(margin_T, different_T)
         row["first_divergence"] = float((different_T & ~diverged_T).mean())
         diverged_T |= different_T
-        name = readers[0].layers[layer] or f"layer {layer}"
-        found.append({"layer": layer, "layer_name": name, "phase": readers[0].phase, **row})
-    return pd.DataFrame(found), warnings
+        row["same_so_far"] = float(1 - diverged_T.mean())
+        keys = {"layer": layer, "layer_name": readers[0].layers[layer] or f"layer {layer}"}
+        found.append({**keys, "phase": readers[0].phase, **row})
+    return pd.DataFrame(found), [warning] if common < total else []
 
 
 def common_phase(runs: list[Run]) -> list[TokenReader]:
@@ -99,28 +90,26 @@ def layer_row(
     generator: np.random.Generator,
 ) -> tuple[dict[str, Any], NDArray[np.bool_]]:
     """Compare one layer's choices; also return which tokens have different sets of experts."""
-    there_T: NDArray[np.bool_] = np.logical_and((chosen_TK >= 0).any(1), (other_TK >= 0).any(1))
-    shared_T, lost_TK = overlap(chosen_TK, other_TK)
     size_T, other_size_T = (chosen_TK >= 0).sum(1), (other_TK >= 0).sum(1)
+    there_T: NDArray[np.bool_] = (size_T > 0) & (other_size_T > 0)
+    shared_T, lost_TK = overlap(chosen_TK, other_TK)
     equal_T = there_T & (shared_T == size_T) & (shared_T == other_size_T)
-    mean_size_T = (size_T + other_size_T) / 2
     tokens = int(there_T.sum())
     if not tokens:
-        return {"tokens": 0}, np.zeros(len(there_T), dtype=bool)
+        return {"tokens": 0}, there_T
+    mean_size_T = (size_T + other_size_T) / 2
     group_T = document_T % BUCKETS
     weights = (there_T, there_T * shared_T / np.maximum(mean_size_T, 1))
     parts: Array = np.stack([np.bincount(group_T, weight) for weight in weights], axis=1).astype(float)
     documents = len(np.unique(document_T[there_T]))
     interval = clip_share(jackknife_interval(parts, lambda part: part[..., 1] / part[..., 0], documents))
     paired = np.flatnonzero(there_T)
-    shuffled_TK = other_TK[generator.permutation(paired)]
-    by_chance_T, _ = overlap(chosen_TK[paired], shuffled_TK)
-    chance_size_T = (size_T[paired] + (shuffled_TK >= 0).sum(1)) / 2
-    same_set_T = (by_chance_T == size_T[paired]) & (by_chance_T == (shuffled_TK >= 0).sum(1))
-    known_T = np.isfinite(gates_TK).any(1)
-    total_T = np.where(known_T, np.nansum(gates_TK, axis=1), np.nan)
-    share_TK = gates_TK / total_T[:, None]
-    lost = share_TK[lost_TK & there_T[:, None]]
+    shuffled = generator.permutation(paired)
+    by_chance_T, _ = overlap(chosen_TK[paired], other_TK[shuffled])
+    sizes_T, shuffled_sizes_T = size_T[paired], other_size_T[shuffled]
+    same_set_T = (by_chance_T == sizes_T) & (by_chance_T == shuffled_sizes_T)
+    total_T = np.where(np.isfinite(gates_TK).any(1), np.nansum(gates_TK, axis=1), np.nan)
+    lost = (gates_TK / total_T[:, None])[lost_TK & there_T[:, None]]
     same_order_T = (chosen_TK == other_TK).all(1)
     return {
         "tokens": tokens,
@@ -129,7 +118,7 @@ def layer_row(
         "overlap": float(parts[:, 1].sum() / tokens),
         "low": interval.low,
         "high": interval.high,
-        "overlap_chance": float((by_chance_T / chance_size_T).mean()),
+        "overlap_chance": float((by_chance_T / ((sizes_T + shuffled_sizes_T) / 2)).mean()),
         "top1": float((chosen_TK[there_T, 0] == other_TK[there_T, 0]).mean()),
         "reordered": float((equal_T & ~same_order_T)[there_T].mean()),
         "lost_gate": float(lost.mean()) if len(lost) and np.isfinite(lost).all() else np.nan,
@@ -158,5 +147,5 @@ def overlap(
     for begin in range(0, len(chosen_TK), AT_ONCE):
         part = slice(begin, begin + AT_ONCE)
         found_TK[part] = (chosen_TK[part, :, None] == other_TK[part, None, :]).any(2)
-    found_TK &= chosen_TK >= 0
-    return found_TK.sum(1), ~found_TK & (chosen_TK >= 0)
+    there_TK = chosen_TK >= 0
+    return (found_TK & there_TK).sum(1), there_TK & ~found_TK

@@ -1,225 +1,204 @@
-"""The tables of a comparison: distances between experts."""
+"""The tables of a comparison: distances between experts, and agreement of two traces."""
 
 from __future__ import annotations
 
+from typing import Any
+
 from moescope.tables import Column, Table, define_tables
 
-MATRIX = Column(
-    "text", "gate, up or down: the expert's projection. router: the expert's router row, as stored."
-)
+UNRELATED_L2 = 2**0.5
+L2, R, UNRELATED = "relative L2", "SV alignment R", "unrelated experts"
+MATCHED = "matched rotated experts"
+# fmt: off
+MATRIX = Column("text",
+    "gate, up or down: the expert's projection. router: the expert's router row, as stored.",
+    names={"gate": "gate", "up": "up", "down": "down", "router": "router rows"})
+NORM_RATIO: dict[str, Any] = {"chance": 1.0, "chance_label": "unchanged"}
 
 COLUMNS: dict[str, Column] = {
-    "series": Column(
-        "text",
+    "series": Column("text",
         "What is compared: the same expert in two checkpoints (named after both, such as base_to_tuned, or "
         "by --series), or the dominant and another member of a cluster (the method's name). Suffix "
         "_permuted: after matching neurons; _unsigned: without signs; _held_out: matched by gate and up, so "
-        "that down is a check.",
-    ),
+        "that down is a check."),
     "geometry.matrix": MATRIX,
     "geometry_layers.matrix": MATRIX,
-    "geometry.expert_a": Column(
-        "int", "The expert in the first checkpoint, or the cluster's dominant member."
-    ),
+    "geometry_series.matrix": Column("text", "gate, up, down, router; empty: gate, up and down together."),
+    "geometry.expert_a": Column("int", "The expert in the first checkpoint, or the cluster's dominant member.",
+        label="expert"),
     "geometry.expert_b": Column("int", "The expert it is compared with."),
-    "relative_l2": Column(
-        "float",
-        "Distance of two matrices, each scaled to norm 1.",
-        "‖A/‖A‖ − B/‖B‖‖_F",
-        worst="2: opposite",
-        chance="√2, or null_l2_matched after matching",
-        best="0",
+    "relative_l2": Column("float", "Distance of two matrices, each scaled to norm 1.", "‖A/‖A‖ − B/‖B‖‖_F",
+        at_worst="2: opposite", at_chance="√2, or null_l2_matched after matching", at_best="0",
         misleads="Equal functions with permuted neurons are √2 apart. Ignores scale: see norm_ratio.",
-        title="relative L2",
-    ),
-    "geometry.cosine": Column(
-        "float",
+        label=L2, least=0, better="lower"),
+    "geometry.cosine": Column("float",
         "Cosine of the two matrices as vectors; for a router row, how far it turned.",
-        "⟨A, B⟩/(‖A‖ ‖B‖) = 1 − relative_l2²/2",
-        worst="−1",
-        chance="0",
-        best="1",
-        misleads="A vector added to all router rows changes every cosine but no softmax.",
-    ),
-    "norm_ratio": Column(
-        "float",
-        "Norm of the second matrix relative to the first.",
-        "‖B‖/‖A‖",
-        chance="1 for matrices of equal norm",
-        best="1",
-        title="norm ratio",
-    ),
-    "sv_alignment": Column(
-        "float",
+        "⟨A, B⟩/(‖A‖ ‖B‖) = 1 − relative_l2²/2", at_worst="−1", at_chance="0", at_best="1",
+        misleads="A vector added to all router rows changes every cosine but no softmax."),
+    "norm_ratio": Column("float", "Norm of the second matrix relative to the first.", "‖B‖/‖A‖",
+        at_chance="1 for matrices of equal norm", at_best="1", label="norm ratio", **NORM_RATIO),
+    "sv_alignment": Column("float",
         "R: agreement of the singular directions, all weighted equally whatever their singular values. "
-        "Null for router rows.",
-        "⟨Q_A, Q_B⟩_F/√(rank_A rank_B), Q = U V′",
-        worst="−1",
-        chance="0, or null_sv_matched after matching",
-        best="1",
+        "Null for router rows.", "⟨Q_A, Q_B⟩_F/√(rank_A rank_B), Q = U V′",
+        at_worst="−1", at_chance="0, or null_sv_matched after matching", at_best="1",
         misleads="Noise in the smallest directions counts as much as in the largest: 10 % of noise leaves "
-        "R = 0.994 for a 768 × 2048 matrix, 0.98 for a square one.",
-        title="SV alignment R",
-    ),
-    "matched": Column(
-        "bool", "Whether the second expert's neurons were first permuted (and flipped) to fit the first's."
-    ),
-    "relative_l2_mean": Column(
-        "float",
-        "Mean relative L2 over the layer's pairs.",
-        chance="null_l2, or null_l2_matched after matching",
-        best="0",
-        title="relative L2",
-    ),
-    "relative_l2_sd": Column(
-        "float", "Sample standard deviation over the pairs; null for one pair.", title="L2, sd"
-    ),
-    "relative_l2_low": Column(
-        "float",
-        "Lower end of the mean's 95 % interval.",
+        "R = 0.994 for a 768 × 2048 matrix, 0.98 for a square one.", label=R),
+    "matched": Column("bool",
+        "Whether the second expert's neurons were first permuted (and flipped) to fit the first's."),
+    "relative_l2_mean": Column("float", "Mean relative L2 over the layer's pairs.",
+        at_chance="null_l2, or null_l2_matched after matching", at_best="0",
+        label=L2, least=0, chance="null_l2", chance_label=UNRELATED, most="matched_l2", most_label=MATCHED,
+        interval=("relative_l2_low", "relative_l2_high"), better="lower"),
+    "relative_l2_sd": Column("float", "Sample standard deviation over the pairs; null for one pair.",
+        label="L2, sd"),
+    "relative_l2_low": Column("float", "Lower end of the mean's 95 % interval.",
         "2.5 % quantile of 2,000 bootstrap means over first experts, each with all its pairs",
-        misleads="Null for fewer than two first experts; too narrow for fewer than ten.",
-        title="L2, low",
-    ),
-    "relative_l2_high": Column("float", "Upper end of that interval.", title="L2, high"),
-    "sv_alignment_mean": Column(
-        "float",
-        "Mean R over the layer's pairs.",
-        chance="0, or null_sv_matched after matching",
-        best="1",
-        title="SV alignment R",
-    ),
-    "sv_alignment_sd": Column(
-        "float", "Sample standard deviation of R over the pairs; null for one pair.", title="R, sd"
-    ),
-    "sv_alignment_low": Column(
-        "float", "Lower end of the 95 % interval of the mean R, as relative_l2_low.", title="R, low"
-    ),
-    "sv_alignment_high": Column("float", "Upper end of that interval.", title="R, high"),
-    "null_l2": Column(
-        "float", "Relative L2 of unrelated experts in stored order.", "√2", title="L2, unrelated"
-    ),
-    "null_l2_matched": Column(
-        "float",
+        misleads="Null for fewer than two first experts; too narrow for fewer than ten.", label="L2, low"),
+    "relative_l2_high": Column("float", "Upper end of that interval.", label="L2, high"),
+    "sv_alignment_mean": Column("float", "Mean R over the layer's pairs.",
+        at_chance="0, or null_sv_matched after matching", at_best="1",
+        label=R, chance=0, chance_label=UNRELATED, most="matched_sv", most_label=MATCHED,
+        interval=("sv_alignment_low", "sv_alignment_high"), better="higher"),
+    "sv_alignment_sd": Column("float", "Sample standard deviation of R over the pairs; null for one pair.",
+        label="R, sd"),
+    "sv_alignment_low": Column("float", "Lower end of the 95 % interval of the mean R, as relative_l2_low.",
+        label="R, low"),
+    "sv_alignment_high": Column("float", "Upper end of that interval.", label="R, high"),
+    "null_l2": Column("float", "Relative L2 of unrelated experts in stored order.", "√2", label="L2, unrelated"),
+    "null_l2_matched": Column("float",
         "Relative L2 that the same matching reaches on the layer's first pair after random rotations of "
         "d_model, which keep the norms of neurons and the spectra; null for router rows.",
-        "√(2 − 2c), c sampled; beyond 1,024 neurons c² is extrapolated in log F",
-        title="L2, random matched",
-    ),
-    "null_sv_matched": Column(
-        "float",
+        "√(2 − 2c), c sampled; beyond 1,024 neurons c² is extrapolated in log F", label="L2, random matched"),
+    "null_sv_matched": Column("float",
         "R that the same matching reaches on them; null where R is not computed.",
-        "sampled; beyond 1,024 neurons R² is extrapolated in log F",
-        title="R, random matched",
-    ),
+        "sampled; beyond 1,024 neurons R² is extrapolated in log F", label="R, random matched"),
+    "matched_l2": Column("float", "null_l2_matched where the series is matched: its chance level; else null.",
+        label="L2, matched chance"),
+    "matched_sv": Column("float", "null_sv_matched where the series is matched; else null.",
+        label="R, matched chance"),
+    "norm_ratio_median": Column("float", "Median norm ratio over the layer's pairs.",
+        label="norm ratio", interval=("norm_ratio_least", "norm_ratio_most"), **NORM_RATIO),
+    "norm_ratio_least": Column("float", "Smallest norm ratio of the layer.", label="norm ratio, least"),
+    "norm_ratio_most": Column("float", "Largest norm ratio of the layer.", label="norm ratio, most"),
+    "pairs": Column("int", "Pairs of matrices that have a distance: neither is all zeros."),
+    "geometry_series.relative_l2": Column("float", "Mean relative L2 over all pairs.",
+        at_chance="l2_chance", at_best="0", label=L2, least=0, most=UNRELATED_L2, chance="l2_chance",
+        chance_label="unrelated", better="lower"),
+    "l2_least": Column("float", "Relative L2 of the layer with the smallest mean.", label="L2, least"),
+    "l2_most": Column("float", "Relative L2 of the layer with the largest mean.", label="L2, most"),
+    "l2_chance": Column("float", "Mean of √2, or of null_l2_matched where the series is matched.",
+        label="L2, chance"),
+    "geometry_series.sv_alignment": Column("float", "Mean R over all pairs.",
+        at_chance="sv_chance", at_best="1", label=R, most=1, chance="sv_chance", chance_label="unrelated",
+        better="higher"),
+    "sv_least": Column("float", "R of the layer with the smallest mean.", label="R, least"),
+    "sv_most": Column("float", "R of the layer with the largest mean.", label="R, most"),
+    "sv_chance": Column("float", "0, or the mean of null_sv_matched where the series is matched.",
+        label="R, chance"),
+    "cosine_median": Column("float", "Median cosine over all pairs.", at_chance="0", at_best="1",
+        label="cosine, median", most=1, chance=0, chance_label="unrelated", better="higher"),
+    "cosine_least": Column("float", "Smallest cosine.", at_chance="0", at_best="1", label="cosine, least"),
+    "geometry_series.norm_ratio_least": Column("float", "Smallest norm ratio.", label="norm ratio, least"),
+    "geometry_series.norm_ratio_most": Column("float", "Largest norm ratio.", label="norm ratio, most"),
+    "expert_changes.relative_l2": Column("float",
+        "Mean relative L2 over the expert's matrices in stored order; null where none was compared.",
+        at_chance="√2", at_best="0", label="relative L2, mean", least=0, chance=UNRELATED_L2,
+        chance_label=UNRELATED, better="lower"),
+    "of_all": Column("float", "relative_l2 as a multiple of the median of all experts.",
+        at_chance="1", label="times the median of all"),
+    "of_layer": Column("float", "relative_l2 as a multiple of the median of its layer.",
+        at_chance="1", label="times the median of its layer"),
+    "gate_l2": Column("float", "Relative L2 of gate.", label="L2 of gate"),
+    "up_l2": Column("float", "Relative L2 of up.", label="L2 of up"),
+    "down_l2": Column("float", "Relative L2 of down.", label="L2 of down"),
+    "lowest_sv": Column("float", "Lowest R of its matrices.", at_chance="0", at_best="1", label="lowest R"),
+    "router_l2": Column("float", "Relative L2 of its router row.", at_chance="√2", at_best="0",
+        label="L2 of its router row", least=0, chance=UNRELATED_L2, chance_label="unrelated rows",
+        better="lower"),
+    "router_cosine": Column("float", "Cosine of its router row before and after.", at_chance="0", at_best="1",
+        label="cosine of its router row", chance=0, chance_label="unrelated rows", better="higher"),
+    "changed": Column("bool", "Whether relative_l2 is above 0."),
+    "with_layer": Column("bool",
+        "Whether its layer's median explains most of its change (in logs): the layer changed as a whole.",
+        "median of layer² ≥ relative_l2 · median of all, and the larger median", label="with its layer"),
 }
 
-PAIRS = Table(
-    "geometry",
+PAIRS = Table("geometry",
     "Distance of two experts, one row per matrix: the same expert in two checkpoints, or two members of a "
     "cluster.",
     ("series", "layer", "matrix", "expert_a", "expert_b"),
-    ("relative_l2", "cosine", "norm_ratio", "sv_alignment", "matched"),
-)
-LAYERS = Table(
-    "geometry_layers",
+    ("relative_l2", "cosine", "norm_ratio", "sv_alignment", "matched"))
+LAYERS = Table("geometry_layers",
     "Mean distance per layer and matrix with its interval, and the distances of unrelated and of matched "
     "rotated experts.",
     ("series", "layer", "matrix"),
-    (
-        *(f"relative_l2_{part}" for part in ("mean", "sd", "low", "high")),
-        *(f"sv_alignment_{part}" for part in ("mean", "sd", "low", "high")),
-        *("null_l2", "null_l2_matched", "null_sv_matched"),
-    ),
+    (*(f"relative_l2_{part}" for part in ("mean", "sd", "low", "high")),
+     *(f"sv_alignment_{part}" for part in ("mean", "sd", "low", "high")),
+     "null_l2", "null_l2_matched", "null_sv_matched", "matched", "matched_l2", "matched_sv",
+     "norm_ratio_median", "norm_ratio_least", "norm_ratio_most"))
+TABLES = define_tables(COLUMNS, PAIRS, LAYERS,
+    Table("geometry_series", "Mean distance of a series over all layers, per matrix and of all projections.",
+        ("series", "matrix"),
+        ("pairs", "matched", "relative_l2", "l2_least", "l2_most", "l2_chance", "sv_alignment", "sv_least",
+         "sv_most", "sv_chance", "cosine_median", "cosine_least", "norm_ratio_least", "norm_ratio_most")),
+    Table("expert_changes", "Change of every expert between two checkpoints, in stored order.",
+        ("layer", "expert"),
+        ("relative_l2", "of_all", "of_layer", "gate_l2", "up_l2", "down_l2", "lowest_sv", "router_l2",
+         "router_cosine", "changed", "with_layer")),
 )
-TABLES = define_tables(COLUMNS, PAIRS, LAYERS)
+OF_PAIRS = {name: TABLES[name] for name in ("geometry", "geometry_layers")}
 
 AGREEMENT_COLUMNS: dict[str, Column] = {
     "agreement.phase": Column("text", "The phase compared: decode where both traces have it, else prefill."),
-    "agreement.tokens": Column(
-        "int", "Tokens compared: the same document and position, up to the first token id that differs."
-    ),
-    "equal_sets": Column(
-        "float",
+    "agreement.tokens": Column("int",
+        "Tokens compared: the same document and position, up to the first token id that differs."),
+    "equal_sets": Column("float",
         "Share of tokens for which both traces chose the same experts, in any order.",
-        worst="0",
-        chance="equal_sets_chance",
-        best="1",
-        title="equal sets",
-    ),
-    "equal_sets_chance": Column(
-        "float", "The same share when tokens of the layer are paired at random.", title="equal sets by chance"
-    ),
-    "overlap": Column(
-        "float",
-        "Mean share of a token's experts that both traces chose.",
-        "mean over tokens of |S ∩ S′|/k",
-        worst="0",
-        chance="overlap_chance",
-        best="1",
-    ),
-    "agreement.low": Column(
-        "float", "Lower end of the 95 % interval of overlap over documents; null under 20 documents."
-    ),
+        at_worst="0", at_chance="equal_sets_chance", at_best="1", label="same experts", least=0, most=1,
+        chance="equal_sets_chance", chance_label="random tokens", better="higher"),
+    "equal_sets_chance": Column("float", "The same share when tokens of the layer are paired at random.",
+        label="same experts by chance"),
+    "overlap": Column("float", "Mean share of a token's experts that both traces chose.",
+        "mean over tokens of |S ∩ S′|/k", at_worst="0", at_chance="overlap_chance", at_best="1",
+        least=0, most=1, chance="overlap_chance", chance_label="random tokens", interval=("low", "high"),
+        better="higher"),
+    "agreement.low": Column("float",
+        "Lower end of the 95 % interval of overlap over documents; null under 20 documents."),
     "agreement.high": Column("float", "Upper end of that interval."),
-    "overlap_chance": Column(
-        "float", "Overlap when tokens of the layer are paired at random.", title="overlap by chance"
-    ),
-    "top1": Column(
-        "float", "Share of tokens with the same first choice.", worst="0", best="1", title="top-1"
-    ),
-    "reordered": Column(
-        "float", "Share of tokens with the same experts in another order of gates.", worst="1", best="0"
-    ),
-    "first_divergence": Column(
-        "float",
+    "overlap_chance": Column("float", "Overlap when tokens of the layer are paired at random.",
+        label="overlap by chance"),
+    "top1": Column("float", "Share of tokens with the same first choice.", at_worst="0", at_best="1",
+        label="top-1"),
+    "reordered": Column("float", "Share of tokens with the same experts in another order of gates.",
+        at_worst="1", at_best="0"),
+    "first_divergence": Column("float",
         "Share of tokens whose experts differ in this layer and in none before it.",
-        worst="1",
-        best="0",
-        title="first divergence",
-        misleads="After it a token's input differs, so later layers are not independent.",
-    ),
-    "lost_gate": Column(
-        "float",
+        at_worst="1", at_best="0", label="first divergence", unit="share of tokens", least=0,
+        misleads="After it a token's input differs, so later layers are not independent."),
+    "lost_gate": Column("float",
         "Mean share of the token's gate weight that experts had in A which B did not choose; null without "
-        "gates or without differences.",
-        chance="mean_gate",
-        title="gate of lost experts",
-        misleads="Far below mean_gate: close decisions flip.",
-    ),
-    "mean_gate": Column("float", "Mean share of a chosen expert.", "1/k", title="mean gate"),
-    "small_margin": Column(
-        "float",
+        "gates or without differences.", at_chance="mean_gate", label="gate of lost experts",
+        chance="mean_gate", chance_label="mean of a chosen expert",
+        misleads="Far below mean_gate: close decisions flip."),
+    "mean_gate": Column("float", "Mean share of a chosen expert.", "1/k", label="mean gate"),
+    "small_margin": Column("float",
         "Selection margin (last chosen score minus the next) that a tenth of the layer's tokens stay at or "
-        "below in A; null without margins or without differences.",
-        title="small margin",
-    ),
-    "flips_at_small_margin": Column(
-        "float",
+        "below in A; null without margins or without differences.", label="small margin"),
+    "flips_at_small_margin": Column("float",
         "Share of the tokens with other experts whose margin in A is that small.",
-        worst="0",
-        chance="flips_at_small_margin_chance",
-        best="1",
-        title="flips at a small margin",
-        misleads="1: only close decisions changed, as rounding does. At chance: margins do not matter.",
-    ),
-    "flips_at_small_margin_chance": Column(
-        "float",
-        "Share of all tokens whose margin is that small.",
-        "about 0.1",
-        title="small margins",
-    ),
+        at_worst="0", at_chance="flips_at_small_margin_chance", at_best="1", label="flips at a small margin",
+        chance="flips_at_small_margin_chance", chance_label="all tokens",
+        misleads="1: only close decisions changed, as rounding does. At chance: margins do not matter."),
+    "flips_at_small_margin_chance": Column("float", "Share of all tokens whose margin is that small.",
+        "about 0.1", label="small margins"),
+    "same_so_far": Column("float", "Share of tokens with the same experts in this layer and all before it.",
+        "1 − Σ first_divergence", at_worst="0", at_best="1", label="same so far", least=0, most=1),
 }
-AGREEMENT = define_tables(
-    AGREEMENT_COLUMNS,
-    Table(
-        "agreement",
-        "Agreement of two traces of the same text, token by token (both with --save-tokens).",
+AGREEMENT = define_tables(AGREEMENT_COLUMNS,
+    Table("agreement", "Agreement of two traces of the same text, token by token (both with --save-tokens).",
         ("layer",),
-        (
-            *("phase", "tokens", "equal_sets", "equal_sets_chance", "overlap", "low", "high"),
-            *("overlap_chance", "top1", "reordered", "first_divergence", "lost_gate", "mean_gate"),
-            *("small_margin", "flips_at_small_margin", "flips_at_small_margin_chance"),
-        ),
-    ),
+        ("phase", "tokens", "equal_sets", "equal_sets_chance", "overlap", "low", "high", "overlap_chance", "top1",
+         "reordered", "first_divergence", "lost_gate", "mean_gate", "small_margin", "flips_at_small_margin",
+         "flips_at_small_margin_chance", "same_so_far")),
 )
+# fmt: on

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import replace
+from functools import partial, reduce
 from pathlib import Path
 
 import torch
@@ -19,14 +19,7 @@ from moescope.families import MoeCheckpoint, read_moe
 from moescope.families.writing import PER_EXPERT, NewExpert, NewLayer, plan_moe, stacks_of, write_moe
 from moescope.types import ExpertWeights, LayerPlan, LayerWeights, Plan
 
-PARTS = {
-    "gate_EFD": "gate_FD",
-    "up_EFD": "up_FD",
-    "down_EDF": "down_DF",
-    "gate_bias_EF": "gate_bias_F",
-    "up_bias_EF": "up_bias_F",
-    "down_bias_ED": "down_bias_D",
-}
+PARTS = {stack: stack.replace("_E", "_") for stack in PER_EXPERT}  # gate_EFD: gate_FD, of one expert
 SIGNED = ("up_EFD", "down_EDF")  # what a neuron's sign flips
 
 
@@ -38,30 +31,25 @@ def apply_plan(
     progress: Callable[[int, int], None] | None = None,
 ) -> Written:
     """Write the compressed checkpoint in the source's layout and dtypes; raises before any work."""
-    return write_moe(moe, folder, new_layers(moe, plan, fits), new_top_k(moe, plan), progress=progress)
+    return write_moe(moe, folder, *new_layers(moe, plan, fits), progress=progress)
 
 
 def planned_bytes(moe: MoeCheckpoint, plan: Plan, fits: Fits) -> tuple[int, int]:
     """Bytes of all tensors after and before, from headers only. Raises what `apply_plan` would."""
-    after = plan_moe(moe, new_layers(moe, plan, fits), new_top_k(moe, plan)).total_bytes
-    return after, plan_moe(moe, {}).total_bytes
+    return plan_moe(moe, *new_layers(moe, plan, fits)).total_bytes, plan_moe(moe, {}).total_bytes
 
 
-def new_top_k(moe: MoeCheckpoint, plan: Plan) -> int | None:
-    """The plan's top_k where it differs from the checkpoint's."""
-    before = {weights.top_k for weights in moe.layers.values()}
-    return None if before == {plan.top_k} else plan.top_k
-
-
-def new_layers(moe: MoeCheckpoint, plan: Plan, fits: Fits) -> dict[int, NewLayer]:
-    """The layers to write, after checking that the plan fits the checkpoint."""
+def new_layers(moe: MoeCheckpoint, plan: Plan, fits: Fits) -> tuple[dict[int, NewLayer], int | None]:
+    """The layers to write, and top_k where it changes, after checking that the plan fits the checkpoint."""
     check_fits(moe, plan, fits)
     if plan.router == "tie":
         raise BadInput(
             "router 'tie' keeps a router row per old expert, which no checkpoint format can hold; "
             "plan with --router fold"
         )
-    return {layer.layer: new_layer(moe.layers[layer.layer], layer, plan, fits) for layer in plan.layers}
+    layers = {layer.layer: new_layer(moe.layers[layer.layer], layer, plan, fits) for layer in plan.layers}
+    same_top_k = all(weights.top_k == plan.top_k for weights in moe.layers.values())
+    return layers, None if same_top_k else plan.top_k
 
 
 def check_fits(moe: MoeCheckpoint, plan: Plan, fits: Fits) -> None:
@@ -86,35 +74,18 @@ def check_fits(moe: MoeCheckpoint, plan: Plan, fits: Fits) -> None:
 def new_layer(weights: LayerWeights, layer: LayerPlan, plan: Plan, fits: Fits) -> NewLayer:
     """The new layer: experts that stay are copied bit for bit, merged ones are made on writing."""
     fit = fits.get(layer.layer, LayerFit())
+
+    def merged(group: tuple[int, ...], shares: tuple[float, ...]) -> NewExpert:
+        make = partial(merged_part, weights, group=group, shares=shares, fit=fit)
+        return NewExpert(**{PARTS[stack]: partial(make, stack) for stack in stacks_of(weights)})
+
     experts = [
-        group[0] if len(group) == 1 else merge_lazily(weights, group, shares, fit)
+        group[0] if len(group) == 1 else merged(group, shares)
         for group, shares in zip(layer.groups, layer.weights, strict=True)
     ]
-    new = NewLayer(experts, groups=layer.groups, leaders=layer.dominants)
-    if plan.router in ("slice", "join"):
-        return new
-    return replace(
-        new,
-        router_ED=fit.router_KD,
-        router_bias_E=fit.router_bias_K,
-        correction_bias_E=fit.correction_bias_K,
-        state=fit.state,
-    )
-
-
-def merge_lazily(
-    weights: LayerWeights, group: tuple[int, ...], shares: tuple[float, ...], fit: LayerFit
-) -> NewExpert:
-    def later(stack: str) -> Callable[[], Tensor] | None:
-        if getattr(weights, stack) is None:
-            return None
-        return lambda: merged_part(weights, stack, group, shares, fit)
-
-    parts = {part: later(stack) for stack, part in PARTS.items()}
-    gate, down = parts.pop("gate_FD"), parts.pop("down_DF")
-    assert gate is not None
-    assert down is not None
-    return NewExpert(gate, down, **parts)
+    router = LayerFit() if plan.router in ("slice", "join") else fit
+    arrays = (router.router_KD, router.router_bias_K, router.correction_bias_K, router.state)
+    return NewLayer(experts, *arrays, layer.groups, layer.dominants)
 
 
 def merged_part(
@@ -125,12 +96,11 @@ def merged_part(
     Summed in fp64, so that equal members give exactly what they are, whatever their shares.
     """
     read = getattr(weights, stack).read
-    total: Tensor | None = None
-    for member, share in zip(group, shares, strict=True):
-        part = share * reorder(stack, read(member).to(torch.float64), member, fit)
-        total = part if total is None else total.add_(part)
-    assert total is not None
-    return total.float()
+    parts = (
+        share * reorder(stack, read(member).to(torch.float64), member, fit)
+        for member, share in zip(group, shares, strict=True)
+    )
+    return reduce(Tensor.add_, parts).float()
 
 
 def reorder(stack: str, part: Tensor, member: int, fit: LayerFit) -> Tensor:
@@ -138,9 +108,8 @@ def reorder(stack: str, part: Tensor, member: int, fit: LayerFit) -> Tensor:
     order_F = fit.orders.get(member)
     if order_F is None or stack == "down_bias_ED":
         return part
-    order = order_F.long()
+    order, sign_F = order_F.long(), fit.signs.get(member)
     ordered = part[:, order] if stack == "down_EDF" else part[order]
-    sign_F = fit.signs.get(member)
     if sign_F is None or stack not in SIGNED:
         return ordered
     return ordered * (sign_F if stack == "down_EDF" else sign_F[:, None])
@@ -150,12 +119,8 @@ def merged_expert(
     weights: LayerWeights, group: tuple[int, ...], shares: tuple[float, ...], fit: LayerFit
 ) -> ExpertWeights:
     """A merged expert in memory, in float32: for running a plan without writing it."""
-    parts = {
-        PARTS[stack]: merged_part(weights, stack, group, shares, fit)
-        for stack in PER_EXPERT
-        if stack in stacks_of(weights)
-    }
-    return ExpertWeights(**parts)
+    stacks = stacks_of(weights)
+    return ExpertWeights(**{PARTS[name]: merged_part(weights, name, group, shares, fit) for name in stacks})
 
 
 class RunningExperts:
@@ -186,36 +151,31 @@ class RunningExperts:
     @contextmanager
     def replaced(self, layer: int, new: Mapping[int, ExpertWeights]) -> Iterator[None]:
         """Run with those experts in place; the model's own are restored afterwards."""
+        views = {expert: self.memory_of(layer, expert).items() for expert in new}
         originals = {
-            expert: {name: view.clone() for name, view in self.memory_of(layer, expert).items()}
-            for expert in new
+            expert: ExpertWeights(**{name: view.clone() for name, view in parts})
+            for expert, parts in views.items()
         }
         try:
             for expert, weights in new.items():
                 self.put(layer, expert, weights)
             yield
         finally:
-            for expert, parts in originals.items():
-                self.put(layer, expert, ExpertWeights(**parts))
+            for expert, weights in originals.items():
+                self.put(layer, expert, weights)
 
 
 def share_experts(traced: TracedModel, plan: Plan, fits: Fits) -> None:
     """Give every member of a group the merged expert: n router rows then point at K experts (`tie`)."""
-    layers = {layer.layer: layer for layer in plan.layers}
     whole = None if traced.by_layer else RunningExperts(traced.model)
 
     def share(number: int) -> None:
-        if number not in layers:
-            return
-        layer, fit, running = (
-            layers[number],
-            fits.get(number, LayerFit()),
-            whole or RunningExperts(traced.model),
-        )
-        for group, shares in zip(layer.groups, layer.weights, strict=True):
-            if len(group) > 1:
-                new = merged_expert(running.layers[number], group, shares, fit)
-                for member in group:
-                    running.put(number, member, new)
+        for layer in (layer for layer in plan.layers if layer.layer == number):
+            running = whole or RunningExperts(traced.model)
+            for group, shares in zip(layer.groups, layer.weights, strict=True):
+                if len(group) > 1:
+                    new = merged_expert(running.layers[number], group, shares, fits.get(number, LayerFit()))
+                    for member in group:
+                        running.put(number, member, new)
 
     traced.change_layers(share)

@@ -1,4 +1,4 @@
-"""One pass over text through the model's own blocks: sums by collectors, a sample of states, and the gating.
+"""Calibration: one pass over text through the model's own blocks, and its results as a file.
 
 Sums of two texts can be added; a sample of states is bounded, and the same tokens are sampled in every layer.
 """
@@ -7,24 +7,32 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, replace
+from functools import partial, reduce
 from pathlib import Path
-from typing import NamedTuple, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from moescope.compression.plan import file_of
 from moescope.errors import BadInput
-from moescope.execution.adapters import Block, RouterReads, adapter_of
-from moescope.execution.collect import Collected, Collector, collect
-from moescope.execution.documents import Document
+from moescope.execution.adapters import Block, RouterReads, adapter_of, find_blocks
+from moescope.execution.collect import Collected, Collector, collect, collect_batches
+from moescope.execution.documents import Document, batches, windows
+from moescope.execution.evaluation import SplitText
 from moescope.execution.models import TracedModel
 from moescope.execution.scoring import Scoring, find_scoring
-from moescope.execution.shares import ByShare
+from moescope.execution.workers import ModelRequest, Part, Workers, in_order
+from moescope.families import MoeCheckpoint
+from moescope.run import Run
+from moescope.statistics import BUCKETS, FEWEST_DOCUMENTS
 from moescope.types import Routing, Tokens
 
 Sums = dict[str, Tensor]  # layer.N.NAME -> sums and counts: those of two texts can be added
 SUMS_VERSION = "1"
+SUM_NAMES = ("tokens_BE", "gate_sums_BE", "norm_BE", "gated_norm_BE")  # per bucket of documents and expert
+CALIBRATION_FILE = "calibration.safetensors"
 MOST_STATES = 4096  # tokens per layer
 FEWEST_STATES = 256
 MOST_BYTES = 2**30  # of all layers together
@@ -33,26 +41,15 @@ GATES_FIT = 0.02  # relative error up to which gates count as reproduced: half p
 SPREAD = (-7046029254386353131, -4658895280553007687, -7723592293110705685)
 
 
-class SumCollector(Collector, Protocol):
-    """A collector of sums and counts over tokens, named layer.N.NAME; those of two texts can be added."""
-
-    def sums(self) -> Sums: ...
-
-
 class ScoringFinder:
     """Collector that finds the scoring of blocks that hand out their routing themselves."""
 
     def consume(self, routing: Routing, block: Block) -> None:
         if block.scoring is None and routing.logits_TE is not None:
-            real_T = real_tokens(routing)
-            block.scoring = find_scoring(
-                routing.logits_TE[real_T],
-                routing.chosen_TK[real_T],
-                routing.gates_TK[real_T],
-                block.correction_bias_E,
-                block.groups,
-                block.expected_scoring,
-            )
+            parts, real_T = (routing.logits_TE, routing.chosen_TK, routing.gates_TK), real_tokens(routing)
+            logits_TE, chosen_TK, gates_TK = (part[real_T] for part in parts)
+            known = (block.correction_bias_E, block.groups, block.expected_scoring)
+            block.scoring = find_scoring(logits_TE, chosen_TK, gates_TK, *known)
 
 
 def calibrate(
@@ -66,42 +63,6 @@ def calibrate(
     return collect(traced, documents, [ScoringFinder(), *collectors], batch_size, advance=advance)
 
 
-class SumsByShare(ByShare[SumCollector]):
-    """The sums of a collector, added share by share, so that they are the same on any number of workers.
-
-    With `apart`, shares are not added: another process does that.
-    """
-
-    def __init__(self, make: Callable[[], SumCollector], apart: bool = False):
-        super().__init__(make)
-        self.apart = apart
-        self.shares: dict[int, Sums] = {}  # one entry unless they are kept apart
-
-    def take(self, share: int, collector: SumCollector) -> None:
-        self.add(share, collector.sums())
-
-    def add(self, share: int, sums: Sums) -> None:
-        held = self.shares.setdefault(share if self.apart else 0, {})
-        for name, tensor in sums.items():
-            held[name] = held[name] + tensor.cpu() if name in held else tensor.cpu()
-
-    def sums(self) -> Sums:
-        self.close()
-        return self.shares[0]
-
-    def layer_state(self, layer: int) -> dict[int, Sums]:
-        self.close()
-        prefix = f"layer.{layer}."
-        return {
-            share: {name: tensor for name, tensor in sums.items() if name.startswith(prefix)}
-            for share, sums in self.shares.items()
-        }
-
-    def restore_layer(self, layer: int, state: dict[int, Sums]) -> None:
-        for share, sums in state.items():
-            self.add(share, sums)
-
-
 def real_tokens(routing: Routing) -> Tensor:
     """Mask of all tokens but padding."""
     if routing.tokens is None:
@@ -109,20 +70,67 @@ def real_tokens(routing: Routing) -> Tensor:
     return routing.tokens.real_T
 
 
-class RoutedOutputs(NamedTuple):
-    """Tokens routed to some experts: expert, token, gate weight g, and the expert's output without gate f."""
-
-    expert_N: Tensor
-    token_N: Tensor  # index among the T tokens
-    gates_N: Tensor
-    out_ND: Tensor
+# --- sums
 
 
-def outputs_of_chosen(routing: Routing, block: Block) -> Iterator[RoutedOutputs]:
+class SumCollector:
+    """Collector of sums and counts over tokens, by layer and name; those of two texts can be added."""
+
+    def __init__(self) -> None:
+        self.layers: dict[int, Sums] = {}
+
+    def consume(self, routing: Routing, block: Block) -> None:
+        raise NotImplementedError
+
+    def add(self, layer: int, **amounts: Tensor) -> None:
+        totals = self.layers.setdefault(layer, {})
+        for name, amount in amounts.items():
+            totals[name] = totals[name] + amount if name in totals else amount
+
+    def sums(self) -> Sums:
+        return {
+            f"layer.{layer}.{name}": tensor.cpu()
+            for layer, totals in self.layers.items()
+            for name, tensor in totals.items()
+        }
+
+
+Makers = tuple[Callable[[], SumCollector], ...]
+
+
+class RoutedSums(SumCollector):
+    """Sums over the tokens X_j routed to expert j of 1, g, ||f|| and g ||f||, per bucket of documents.
+
+    A document belongs to one of 256 buckets by its content. g is j's gate weight on a token, f its output
+    without the gate.
+
+    f comes from the block's own experts, called with a gate of 1. Llama 4 multiplies a token by its gate
+    before the expert: there f is the output for the unscaled token, and g ||f|| only approximates what the
+    expert adds.
+    """
+
+    def consume(self, routing: Routing, block: Block) -> None:
+        if routing.layer not in self.layers:
+            zeros = torch.zeros(BUCKETS, routing.n_experts, device=routing.chosen_TK.device)
+            self.layers[routing.layer] = {
+                name: zeros.to(torch.int64 if name == "tokens_BE" else torch.float64, copy=True)
+                for name in SUM_NAMES
+            }
+        for expert_N, token_N, gates_N, out_ND in outputs_of_chosen(routing, block):
+            norm_N, gate_N = out_ND.float().norm(dim=-1).double(), gates_N.double()
+            bucket_N = 0 if routing.tokens is None else routing.tokens.bucket_T[token_N]
+            cell_N = bucket_N * routing.n_experts + expert_N
+            values = (torch.ones_like(cell_N), gate_N, norm_N, gate_N * norm_N)
+            for name, value in zip(SUM_NAMES, values, strict=True):
+                self.layers[routing.layer][name].view(-1).index_add_(0, cell_N, value)
+
+
+def outputs_of_chosen(routing: Routing, block: Block) -> Iterator[tuple[Tensor, Tensor, Tensor, Tensor]]:
     """The outputs of every real token's chosen experts, whole experts at a time, about T rows per part.
 
-    Neither [E, T, D] nor [T, K, D] is ever made: a part holds one expert's tokens, or those of several small
-    ones together, so that 128 experts with a few tokens each are not 128 calls.
+    A part is expert_N, token_N (index among the T tokens), the gate weight g_N, and the expert's output
+    without gate f_ND. Neither [E, T, D] nor [T, K, D] is ever made: a part holds one expert's tokens, or
+    those of several small ones together, so that 128 experts with a few tokens each are not 128 calls.
     """
     assert routing.x_TD is not None
     chosen_TK = torch.where(real_tokens(routing)[:, None], routing.chosen_TK, -1)
@@ -130,12 +138,11 @@ def outputs_of_chosen(routing: Routing, block: Block) -> Iterator[RoutedOutputs]
     expert_N = chosen_TK[token_N, slot_N]
     order = expert_N.argsort(stable=True)
     token_N, slot_N, expert_N = token_N[order], slot_N[order], expert_N[order]
-    gates_N = routing.gates_TK[token_N, slot_N]
     counts = torch.bincount(expert_N, minlength=routing.n_experts).tolist()
     for start, stop in split_by_expert(counts, len(chosen_TK)):
-        rows = slice(start, stop)
-        out_ND = adapter_of(block).output(block, routing.x_TD[token_N[rows]], expert_N[rows])
-        yield RoutedOutputs(expert_N[rows], token_N[rows], gates_N[rows], out_ND)
+        experts, tokens, slots = expert_N[start:stop], token_N[start:stop], slot_N[start:stop]
+        out_ND = adapter_of(block).output(block, routing.x_TD[tokens], experts)
+        yield experts, tokens, routing.gates_TK[tokens, slots], out_ND
 
 
 def split_by_expert(counts: Sequence[int], most: int) -> Iterator[tuple[int, int]]:
@@ -148,17 +155,6 @@ def split_by_expert(counts: Sequence[int], most: int) -> Iterator[tuple[int, int
         stop += count
     if stop > start:
         yield start, stop
-
-
-# --- sums
-
-
-def add_to_layer(totals: dict[int, Tensor], layer: int, amount: Tensor) -> None:
-    totals[layer] = totals[layer] + amount if layer in totals else amount
-
-
-def named_sums(name: str, totals: dict[int, Tensor]) -> Sums:
-    return {f"layer.{layer}.{name}": tensor for layer, tensor in totals.items()}
 
 
 def add_sums(first: Sums, second: Sums) -> Sums:
@@ -176,7 +172,7 @@ def save_sums(path: Path, sums: Sums, facts: dict[str, object]) -> None:
     save_file(tensors, path, metadata={"moescope_sums": SUMS_VERSION, "facts": json.dumps(facts)})
 
 
-def load_sums(path: Path) -> tuple[Sums, dict[str, object]]:
+def load_sums(path: Path) -> tuple[Sums, dict[str, Any]]:
     from safetensors import SafetensorError, safe_open
 
     try:
@@ -209,15 +205,12 @@ class LayerStates:
 
     def parts(self) -> dict[str, Tensor]:
         """The tensors that are present, by name."""
-        tensors = {part.name: getattr(self, part.name) for part in fields(self)}
-        return {name: tensor for name, tensor in tensors.items() if tensor is not None}
+        return {name: tensor for name, tensor in vars(self).items() if tensor is not None}
 
     def map(self, change: Callable[[str, Tensor], Tensor]) -> LayerStates:
         return replace(self, **{name: change(name, tensor) for name, tensor in self.parts().items()})
 
     def smallest(self, most: int) -> LayerStates:
-        if len(self) <= most:
-            return self
         tokens = smallest_draws(self.draw_T, most)
         return self.map(lambda name, tensor: tensor[tokens])
 
@@ -242,45 +235,36 @@ class StateSample:
 
     def consume(self, routing: Routing, block: Block) -> None:
         assert routing.x_TD is not None
+        assert routing.tokens is not None
         if self.limit is None:
             row = routing.x_TD.shape[1] * routing.x_TD.element_size() + 4 * routing.n_experts
             self.limit = min(self.most, max(FEWEST_STATES, MOST_BYTES // (row * self.layers)))
-        draw_T = draws(routing, self.seed)
-        wanted_T = real_tokens(routing)
+        draw_T = draws(routing.tokens, self.seed)
+        wanted_T = routing.tokens.real_T
         held = self.states.get(routing.layer)
         if held is not None and len(held) == self.limit:
             wanted_T = wanted_T & (draw_T < held.draw_T.max().to(draw_T.device))
         tokens = torch.where(wanted_T)[0]
-        if len(tokens) > self.limit:
-            tokens = tokens[smallest_draws(draw_T[tokens], self.limit)]
-        ids_T = None if routing.tokens is None else routing.tokens.ids_T
-        new = LayerStates(
-            routing.x_TD,
-            routing.logits_TE,
-            routing.chosen_TK,
-            routing.gates_TK,
-            draw_T,
-            ids_T,
-            routing.carried_TR,
-        ).map(lambda name, tensor: tensor[tokens].cpu())
-        self.states[routing.layer] = (new if held is None else held.joined(new)).smallest(self.limit)
+        tokens = tokens[smallest_draws(draw_T[tokens], self.limit)]
+        decision = (routing.logits_TE, routing.chosen_TK, routing.gates_TK)
+        states = LayerStates(routing.x_TD, *decision, draw_T, routing.tokens.ids_T, routing.carried_TR)
+        self.add(routing.layer, states.map(lambda name, tensor: tensor[tokens].cpu()))
+
+    def add(self, layer: int, states: LayerStates) -> None:
+        held = self.states.get(layer)
+        both = states if held is None else held.joined(states)
+        self.states[layer] = both.smallest(self.limit or self.most)
 
     def join(self, other: StateSample) -> None:
         """Add the sample of the text that follows: the sample of both texts together."""
         self.limit = other.limit
         for layer, states in other.states.items():
-            held = self.states.get(layer)
-            both = states if held is None else held.joined(states)
-            self.states[layer] = both.smallest(self.limit or self.most)
+            self.add(layer, states)
 
-    def sums(self) -> Sums:
-        """Nothing: a sample is not a sum; see `states`."""
-        return {}
-
-    def layer_state(self, layer: int) -> dict[str, Tensor]:
+    def state(self, layer: int) -> dict[str, Tensor]:
         return self.states[layer].parts() if layer in self.states else {}
 
-    def restore_layer(self, layer: int, state: dict[str, Tensor]) -> None:
+    def restore(self, layer: int, state: dict[str, Tensor]) -> None:
         if state:
             self.states[layer] = LayerStates(**{"logits_TE": None, **state})  # type: ignore[arg-type]
 
@@ -290,18 +274,13 @@ def smallest_draws(draw_T: Tensor, most: int) -> Tensor:
     return draw_T.argsort(stable=True)[:most].sort().values
 
 
-def draws(routing: Routing, seed: int) -> Tensor:
-    """A number per token from its text so far and the seed, the same in every layer, batch and order."""
-    tokens = routing.tokens
-    if tokens is None:
-        return mix(torch.arange(len(routing.chosen_TK), device=routing.chosen_TK.device) + seed * SPREAD[0])
-    return mix(hash_history(tokens) + seed * SPREAD[2])
+def draws(tokens: Tokens, seed: int) -> Tensor:
+    """A number per token from its text so far and the seed, the same in every layer, batch and order.
 
-
-def hash_history(tokens: Tokens) -> Tensor:
-    """A hash of each row's ids and positions up to each token; overflow is intended."""
+    Overflow is intended.
+    """
     each_RL = mix(tokens.ids_T * SPREAD[0] + tokens.position_T).view(tokens.rows, -1)
-    return each_RL.cumsum(-1).view(-1) + tokens.position_T
+    return mix(each_RL.cumsum(-1).view(-1) + tokens.position_T + seed * SPREAD[2])
 
 
 def mix(values: Tensor) -> Tensor:
@@ -349,14 +328,12 @@ class Gating:
 
     def with_bias(self, bias_K: Tensor | None) -> Gating:
         """The same gating with another correction bias; routers without one stay as they are."""
-        if self.scoring.bias_E is None:
-            return self
-        return replace(self, scoring=replace(self.scoring, bias_E=bias_K))
+        bias_E = None if self.scoring.bias_E is None else bias_K
+        return replace(self, scoring=replace(self.scoring, bias_E=bias_E))
 
     def words(self) -> str:
-        how = "gates renormalised" if self.normalised else "gates not renormalised"
         scale = f", times {self.scale:.4g}" if abs(self.scale - 1) > 1e-3 else ""
-        return f"{self.scoring.words()}; {how}{scale}"
+        return f"{self.scoring.words()}; gates {'' if self.normalised else 'not '}renormalised{scale}"
 
 
 def renormalise(scores_TK: Tensor, normalised: bool) -> Tensor:
@@ -375,12 +352,188 @@ def find_gating(states: LayerStates, scoring: Scoring) -> Gating:
     gates_TK = states.gates_TK[~empty_T].float()
     bias_E = None if scoring.bias_E is None else scoring.bias_E.detach().float().cpu()
     scoring = replace(scoring, bias_E=bias_E)
-    candidates = []
-    for normalised in (True, False):
+
+    def fit(normalised: bool) -> tuple[float, bool, float]:
         raw_TK = renormalise(scoring.raw(logits_TE).gather(1, chosen_TK), normalised)
         scale = float((raw_TK * gates_TK).sum() / raw_TK.square().sum().clamp(min=1e-20))
         error = float((scale * raw_TK - gates_TK).norm() / gates_TK.norm().clamp(min=1e-20))
-        candidates.append((error, normalised, scale))
-    error, normalised, scale = min(candidates)
+        return error, normalised, scale
+
+    error, normalised, scale = min(fit(True), fit(False))
     explains = scoring.explains and len(logits_TE) > 0 and error <= GATES_FIT and not by_threshold
     return Gating(scoring, chosen_TK.shape[1], normalised, scale, explains)
+
+
+# --- the results as a file
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """The results of one pass over a calibration text; of an earlier run on another text the sums alone."""
+
+    sums: Sums = field(repr=False)
+    documents: int
+    tokens: int
+    held_out: str
+    states: dict[int, LayerStates] = field(default_factory=dict)
+    gating: dict[int, Gating] = field(default_factory=dict)
+    callable_routers: tuple[int, ...] = ()  # layers whose own router can be called with other tensors
+
+    def facts(self) -> dict[str, Any]:
+        return {
+            "calibration_documents": self.documents,
+            "calibration_tokens": self.tokens,
+            "held_out": self.held_out,
+        }
+
+    def warnings(self, documents: int) -> list[str]:
+        """Warnings, given the number of calibration documents including those of added runs."""
+        unknown = [
+            str(layer)
+            for layer, gating in self.gating.items()
+            if not gating.explains and layer not in self.callable_routers
+        ]
+        tails = "a domain has too few documents to hold some out; instead, the last fifth of each is held out"
+        few = f"no rank intervals: they need {FEWEST_DOCUMENTS} calibration documents, not {documents}"
+        blind = f"no predicted damage in layers {', '.join(unknown)}: gating was not recognised"
+        said = (self.held_out == "tails", tails), (documents < FEWEST_DOCUMENTS, few), (unknown, blind)
+        return [warning for applies, warning in said if applies]
+
+
+def load_earlier_sums(location: str | Path, moe: MoeCheckpoint) -> Calibration:
+    """The sums of a run folder or of its calibration.safetensors; raises for those of another checkpoint."""
+    file = file_of(location, CALIBRATION_FILE)
+    if (file.parent / "run.json").is_file():
+        Run.load(file.parent)  # an error if another version of moescope wrote it
+    if not file.is_file():
+        raise BadInput(
+            f"{location}: no {CALIBRATION_FILE}; give the folder of a `moescope compress` run on a text"
+        )
+    sums, facts = load_sums(file)
+    if not isinstance(facts, dict) or facts.get("header_hash") != moe.checkpoint.header_hash():
+        raise BadInput(f"{file}: from another checkpoint, or its files changed since; calibrate again")
+    counts: Any = [facts.get(name) for name in ("calibration_documents", "calibration_tokens", "held_out")]
+    shapes = {
+        f"layer.{layer}.{name}": (BUCKETS, weights.n_experts)
+        for layer, weights in moe.layers.items()
+        for name in SUM_NAMES
+    }
+    bad = [name for name, shape in shapes.items() if name not in sums or sums[name].shape != shape]
+    bad += [name for name, tensor in sums.items() if not bool(tensor.isfinite().all())]
+    if bad or [type(count) for count in counts] != [int, int, str]:
+        what = f"the sum {bad[0][:60]}" if bad else "its number of documents or tokens"
+        raise BadInput(f"{file}: {what} is missing or malformed; calibrate again")
+    return Calibration(sums, *counts)
+
+
+def all_sums(texts: Sequence[Calibration]) -> Sums:
+    """The sums of this text and of earlier ones, of the quantities that this run needs."""
+    names = texts[0].sums if texts else {}
+    parts = [{name: text.sums[name] for name in names if name in text.sums} for text in texts]
+    return reduce(add_sums, parts or [{}])
+
+
+def calibrate_text(
+    text: SplitText, moe: MoeCheckpoint, makers: Makers, seed: int, file: Path, advance: Callable[[int], None]
+) -> None:
+    """Read the calibration text once and save sums, states and scoring to one file."""
+    blocks = {block.layer: block for block in find_blocks(text.reader.model)}
+    layers = {layer: block.n_experts for layer, block in blocks.items()}
+    on_disk = {layer: weights.n_experts for layer, weights in moe.layers.items()}
+    if layers != on_disk:
+        raise BadInput(
+            f"{text.model}: the running model has MoE layers {sorted(layers)}, the checkpoint "
+            f"{sorted(on_disk)}; this model cannot be calibrated"
+        )
+    sample, makers = StateSample(seed, layers=len(layers)), (RoutedSums, *makers)
+    if text.workers is None:
+        summed = [make() for make in makers]
+        documents, size = text.calibration_documents(), text.settings.batch_size
+        read = calibrate(text.traced, documents, [*summed, sample], size, advance)
+        count, tokens = read.documents, read.tokens
+        sums, scorings = sums_and_scorings(summed, read.blocks)
+    else:
+        count, tokens, sums, scorings = calibrate_on_workers(text, makers, sample, advance)
+    if not tokens:
+        raise BadInput("the text leaves no token to calibrate on; give a longer one")
+    described = {layer: dict(vars(how)) for layer, how in scorings.items()}
+    biases = {
+        f"layer.{layer}.choice_bias_E": bias_E
+        for layer, how in described.items()
+        if (bias_E := how.pop("bias_E")) is not None
+    }
+    facts = {
+        "documents": count,
+        "tokens": tokens,
+        "held_out": text.held_out(),
+        "scoring": described,
+        "asked": [layer for layer, block in blocks.items() if block.with_router is not None],
+    }
+    save_sums(file, sums | states_to_arrays(sample.states) | biases, facts)
+
+
+def sums_and_scorings(
+    collectors: Sequence[SumCollector], blocks: dict[int, Block]
+) -> tuple[Sums, dict[int, Scoring]]:
+    """What a pass found, and layer -> how its router scores; none of one without logits, such as a table."""
+    scorings = {
+        layer: replace(how, bias_E=None if how.bias_E is None else how.bias_E.detach().cpu())
+        for layer, block in blocks.items()
+        if (how := block.scoring) is not None
+    }
+    return {name: tensor for each in collectors for name, tensor in each.sums().items()}, scorings
+
+
+# --- on workers
+
+
+def calibrate_part(
+    makers: Makers, sample: StateSample, traced: TracedModel, part: Part, advance: Callable[[int], None]
+) -> tuple[StateSample, Sums, dict[int, Scoring]]:
+    """Run the model over one part of the batches."""
+    summed = [make() for make in makers]
+    collectors: list[Collector] = [ScoringFinder(), *summed, sample]
+    _, blocks = collect_batches(traced, part.batches, collectors, advance=advance)
+    return sample, *sums_and_scorings(summed, blocks)
+
+
+def calibrate_on_workers(
+    text: SplitText, makers: Makers, sample: StateSample, advance: Callable[[int], None]
+) -> tuple[int, int, Sums, dict[int, Scoring]]:
+    """Let workers run parts of the text and add what they found in the order of the text.
+
+    Returns the number of documents and of tokens, the sums, and how each layer scores.
+    """
+    assert text.workers is not None
+    assert text.execution is not None
+    settings = text.settings
+    documents = list(text.calibration_documents())
+    in_batches = list(batches(windows(documents, text.reader.window), settings.batch_size))
+    request = ModelRequest(text.model, settings.dtype, settings.trust_remote_code, prefer_transformers=True)
+    work = partial(calibrate_part, makers, sample)
+    sums: Sums = {}
+    scorings: dict[int, Scoring] = {}
+    with text.workers.open() as engine:
+        workers = Workers(engine, text.workers.jobs, request, text.execution, advance)
+        for of_part, more, scoring in in_order(workers.run(work, in_batches) if in_batches else ()):
+            sample.join(of_part)
+            sums = add_sums(sums, more) if sums else more
+            scorings = scoring | scorings
+    return len(documents), sum(len(document.ids) for document in documents), sums, scorings
+
+
+def load_calibration(file: Path) -> Calibration:
+    arrays, facts = load_sums(file)
+    states = states_from_arrays(arrays)
+    gating = {}
+    for layer, sample in states.items():
+        if (how := facts["scoring"].get(str(layer))) is not None:
+            how |= {"bias_E": arrays.get(f"layer.{layer}.choice_bias_E"), "groups": tuple(how["groups"])}
+            gating[layer] = find_gating(sample, Scoring(**how))
+    sums = {
+        name: tensor
+        for name, tensor in arrays.items()
+        if ".states." not in name and "choice_bias" not in name
+    }
+    counts = (facts["documents"], facts["tokens"], facts["held_out"])
+    return Calibration(sums, *counts, states, gating, tuple(facts["asked"]))

@@ -1,27 +1,42 @@
-"""Damage per layer: predicted on calibration states, measured on held-out states after writing."""
+"""Damage of layers, predicted on calibration states and measured on held-out ones, and of whole models."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import math
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import cache, partial
+from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from moescope.compression.applying import RunningExperts, merged_expert, new_layer
-from moescope.compression.calibration import Gating, LayerStates
+from moescope.compression.applying import RunningExperts, apply_plan, merged_expert, new_layer, share_experts
+from moescope.compression.calibration import Gating, LayerStates, StateSample, calibrate, load_sums, save_sums
 from moescope.compression.folding import SAME_LOGITS, STATES_AT_ONCE, RouterParts
 from moescope.compression.plan import Fits, LayerFit
+from moescope.errors import BadInput
 from moescope.execution.adapters import Ask, Asked, Block, Decision, RouterReads, adapter_of, relative_error
 from moescope.execution.capture import Capture
+from moescope.execution.documents import Document
+from moescope.execution.evaluation import Evaluation, SplitText, mean_of_domain_means, per_document
 from moescope.execution.models import TracedModel
 from moescope.families import MoeCheckpoint
 from moescope.families.writing import changed_router
+from moescope.progress import progress
+from moescope.run import RunWriter
+from moescope.statistics import FEWEST_DOCUMENTS, bootstrap_interval
+from moescope.storage import leftover_name, remove
 from moescope.types import LayerPlan, Plan, Routing
 
 Tensors = dict[str, Tensor]
+HeldOut = dict[int, tuple[RouterReads, Tensor]]  # layer -> a block's inputs, and its routed experts' output
 SAME_CHOICE = 0.98  # share of tokens with equal choices from which a router depends on single tokens only
+FEW_PER_DOMAIN = 8  # documents: with fewer in one of two domains, 95 % intervals cover under 0.92
+TASK_FILE = "judged.safetensors"  # what a pass of the judgement has found
 
 
 @dataclass(frozen=True)
@@ -50,47 +65,21 @@ def predict(
     plan's logits.
     """
     merges = any(len(group) > 1 for layer in plan.layers for group in layer.groups)
-    experts = RunningExperts(traced.model) if merges and not traced.by_layer else None
+    whole = RunningExperts(traced.model) if merges and not traced.by_layer else None
     damage = {}
     for layer in plan.layers:
-        number, fit = layer.layer, fits.get(layer.layer, LayerFit())
-        block, sample, how = blocks[number], states[number], gating.get(number)
+        number = layer.layer
         with traced.layer_loaded(number):
-            if merges and traced.by_layer:
-                experts = RunningExperts(traced.model)
-            if block.with_router is not None and moe is not None and plan.router != "tie":
-                damage[number] = predict_by_router(block, moe, plan, layer, fits, sample, how, experts)
-            else:
-                damage[number] = predict_layer(block, plan, layer, fit, sample, how, experts)
+            experts = RunningExperts(traced.model) if merges and traced.by_layer else whole
+            sample, how = states[number], gating.get(number)
+            damage[number] = predict_layer(blocks[number], moe, plan, layer, fits, sample, how, experts)
     return damage
 
 
 @torch.no_grad()
 def predict_layer(
     block: Block,
-    plan: Plan,
-    layer: LayerPlan,
-    fit: LayerFit,
-    states: LayerStates,
-    gating: Gating | None,
-    experts: RunningExperts | None,
-) -> Predicted:
-    """The damage by the recognised gating."""
-    if plan.router == "tie" and experts is not None and len(states):
-        return Predicted(tied_error(block, layer, fit, states, experts), 0.0)
-    logits_TK = new_logits(block, plan, layer, fit, states)
-    if gating is None or not gating.explains or logits_TK is None or plan.router == "tie" or not len(states):
-        return Predicted(None, None)
-    assert states.logits_TE is not None
-    chosen_TK, gates_TK = reroute(plan, layer, fit, gating, logits_TK)
-    error = output_error(block, layer, fit, states, experts, chosen_TK, gates_TK)
-    return Predicted(error, router_kl(layer, gating, states.logits_TE, logits_TK))
-
-
-@torch.no_grad()
-def predict_by_router(
-    block: Block,
-    moe: MoeCheckpoint,
+    moe: MoeCheckpoint | None,
     plan: Plan,
     layer: LayerPlan,
     fits: Fits,
@@ -98,23 +87,34 @@ def predict_by_router(
     gating: Gating | None,
     experts: RunningExperts | None,
 ) -> Predicted:
-    """The damage by the model's own router; None where it looks at more than single tokens."""
-    assert block.with_router is not None
-    assert block.decide_alone is not None
-    if not len(states):
+    """The damage by the model's own router, or by the recognised gating; None where neither says it."""
+    fit, scale = fits.get(layer.layer, LayerFit()), None
+    if not len(states) or (plan.router == "tie" and experts is None):
         return Predicted(None, None)
-    if not same_choice(call_router(block, block.decide_alone, states.reads()).decision.chosen_TK, states):
-        return Predicted(None, None)
-    weights = moe.layers[layer.layer]
-    tensors = changed_router(weights, new_layer(weights, layer, plan, fits).router())
-    answer = call_router(block, block.with_router(tensors, len(layer.groups), plan.top_k), states.reads())
-    _, chosen_TK, gates_TK = answer.decision
-    fit = fits.get(layer.layer, LayerFit())
-    error = output_error(block, layer, fit, states, experts, chosen_TK, gates_TK)
-    scale = float(gates_TK.double().sum() / states.gates_TK.double().sum().clamp(min=1e-30))
-    if gating is None or states.logits_TE is None or answer.logits_TE is None:
+    if plan.router == "tie":
+        return Predicted(output_error(block, layer, fit, states, experts), 0.0)
+    if block.with_router is not None and moe is not None:
+        assert block.decide_alone is not None
+        if not same_choice(call_router(block, block.decide_alone, states.reads()).decision.chosen_TK, states):
+            return Predicted(None, None)  # it looks at more than single tokens
+        weights = moe.layers[layer.layer]
+        tensors = changed_router(weights, new_layer(weights, layer, plan, fits))
+        router = block.with_router(tensors, len(layer.groups), plan.top_k)
+        (_, chosen_TK, gates_TK), logits_TK, _ = call_router(block, router, states.reads())
+        scale = float(gates_TK.double().sum() / states.gates_TK.double().sum().clamp(min=1e-30))
+    else:
+        logits_TK = new_logits(block, plan, layer, fit, states)
+        if gating is None or not gating.explains or logits_TK is None:
+            return Predicted(None, None)
+        bias_K = fit.correction_bias_K
+        if bias_K is None and gating.scoring.bias_E is not None:
+            bias_K = gating.scoring.bias_E[list(layer.dominants)]
+        top_k = min(plan.top_k or gating.top_k, len(layer.groups))
+        chosen_TK, gates_TK = gating.with_bias(bias_K).route(logits_TK, top_k)
+    error = output_error(block, layer, fit, states, experts, (chosen_TK, gates_TK))
+    if gating is None or states.logits_TE is None or logits_TK is None:
         return Predicted(error, None, scale)
-    return Predicted(error, router_kl(layer, gating, states.logits_TE, answer.logits_TE), scale)
+    return Predicted(error, router_kl(layer, gating, states.logits_TE, logits_TK), scale)
 
 
 def call_router(block: Block, router: Ask, reads: RouterReads) -> Asked:
@@ -126,12 +126,10 @@ def call_router(block: Block, router: Ask, reads: RouterReads) -> Asked:
 
 
 def split_reads(reads: RouterReads, device: torch.device) -> Iterator[RouterReads]:
+    parts = {name: tensor for name, tensor in vars(reads).items() if tensor is not None}
     for start in range(0, len(reads.x_TD), STATES_AT_ONCE):
         rows = slice(start, start + STATES_AT_ONCE)
-        tensors = (reads.x_TD, reads.ids_T, reads.carried_TR)
-        x_TD, ids_T, carried_TR = (None if part is None else part[rows].to(device) for part in tensors)
-        assert x_TD is not None
-        yield RouterReads(x_TD, ids_T, carried_TR)
+        yield RouterReads(**{name: tensor[rows].to(device) for name, tensor in parts.items()})
 
 
 def same_choice(chosen_TK: Tensor, states: LayerStates) -> bool:
@@ -146,35 +144,24 @@ def output_error(
     fit: LayerFit,
     states: LayerStates,
     experts: RunningExperts | None,
-    chosen_TK: Tensor,
-    gates_TK: Tensor,
+    decision: tuple[Tensor, Tensor] | None = None,
 ) -> float:
-    """The error of the plan's experts under new choices, which are numbers of groups (-1: empty slot)."""
+    """The error of the plan's experts under new choices and gates; choices are numbers of groups (-1: none).
+
+    Without a decision every old router row points at its merged expert, and the model's own choices stay.
+    """
     before_TD = routed_output(block, states.x_TD, states.chosen_TK, states.gates_TK)
-    positions = torch.tensor([*layer.dominants, -1])  # a merged expert is put in its dominant's place
     merged = {
-        dominant: merged_expert(experts.layers[layer.layer], group, shares, fit)
+        place: merged_expert(experts.layers[layer.layer], group, shares, fit)
         for group, dominant, shares in zip(layer.groups, layer.dominants, layer.weights, strict=True)
         if len(group) > 1 and experts is not None
+        for place in ((dominant,) if decision else group)
     }
+    chosen_TK, gates_TK = states.chosen_TK, states.gates_TK
+    if decision is not None:  # a merged expert is put in its dominant's place
+        chosen_TK, gates_TK = torch.tensor([*layer.dominants, -1])[decision[0]], decision[1]
     with experts.replaced(layer.layer, merged) if experts is not None else nullcontext():
-        after_TD = routed_output(block, states.x_TD, positions[chosen_TK], gates_TK)
-    return relative_error(after_TD, before_TD)
-
-
-def tied_error(
-    block: Block, layer: LayerPlan, fit: LayerFit, states: LayerStates, experts: RunningExperts
-) -> float:
-    """The error with every old router row pointing at its merged expert, and the model's own choices."""
-    before_TD = routed_output(block, states.x_TD, states.chosen_TK, states.gates_TK)
-    merged = {
-        member: merged_expert(experts.layers[layer.layer], group, shares, fit)
-        for group, shares in zip(layer.groups, layer.weights, strict=True)
-        for member in group
-        if len(group) > 1
-    }
-    with experts.replaced(layer.layer, merged):
-        return relative_error(routed_output(block, states.x_TD, states.chosen_TK, states.gates_TK), before_TD)
+        return relative_error(routed_output(block, states.x_TD, chosen_TK, gates_TK), before_TD)
 
 
 def new_logits(
@@ -183,27 +170,12 @@ def new_logits(
     """The plan's router logits for the sample; None where the router reads something other than x."""
     if states.logits_TE is None or plan.router == "slice" or fit.router_KD is None:
         return None if states.logits_TE is None else states.logits_TE[:, list(layer.dominants)]
-    x_TD = states.x_TD.float()
-    bias = getattr(block.router, "bias", None)
-    old_TE = x_TD @ block.weight_ED.detach().float().cpu().T
-    old_TE = old_TE + bias.detach().float().cpu() if isinstance(bias, Tensor) else old_TE
+    x_TD, bias = states.x_TD.float(), getattr(block.router, "bias", None)
+    router = RouterParts(block.weight_ED, bias if isinstance(bias, Tensor) else None)
+    old_TE = router.map(lambda part: part.detach().float().cpu()).logits(x_TD)
     if relative_error(old_TE, states.logits_TE) > SAME_LOGITS:
         return None
-    fitted = RouterParts(
-        fit.router_KD.float(), None if fit.router_bias_K is None else fit.router_bias_K.float()
-    )
-    return fitted.logits(x_TD)
-
-
-def reroute(
-    plan: Plan, layer: LayerPlan, fit: LayerFit, gating: Gating, logits_TK: Tensor
-) -> tuple[Tensor, Tensor]:
-    bias_E = gating.scoring.bias_E
-    bias_K = None if bias_E is None else bias_E[list(layer.dominants)]
-    if fit.correction_bias_K is not None:
-        bias_K = fit.correction_bias_K.float()
-    top_k = min(plan.top_k or gating.top_k, len(layer.groups))
-    return gating.with_bias(bias_K).route(logits_TK, top_k)
+    return RouterParts(fit.router_KD, fit.router_bias_K).map(Tensor.float).logits(x_TD)
 
 
 def router_kl(layer: LayerPlan, gating: Gating, logits_TE: Tensor, logits_TK: Tensor) -> float:
@@ -217,8 +189,7 @@ def router_kl(layer: LayerPlan, gating: Gating, logits_TE: Tensor, logits_TK: Te
     p_TK = p_TK / p_TK.sum(-1, keepdim=True).clamp(min=1e-30)
     q_TK = gating.scoring.scores(logits_TK.double())
     kl_T = (p_TK * (p_TK.clamp(min=1e-30).log() - q_TK.clamp(min=1e-30).log())).sum(-1)
-    members = [expert for group in layer.groups for expert in group]
-    kept_T = p_TE[:, members].sum(-1)
+    kept_T = p_TE[:, [expert for group in layer.groups for expert in group]].sum(-1)
     return float((kl_T - kept_T.clamp(min=1e-30, max=1).log()).mean().clamp(min=0))
 
 
@@ -242,73 +213,203 @@ def block_outputs(traced: TracedModel, inputs: Mapping[int, RouterReads]) -> dic
     captured: list[Routing] = []
     results: dict[int, tuple[Tensor, Tensor]] = {}
     with Capture(traced.model, captured.append, check=False, runner=traced.runner) as capture:
-        for block in capture.blocks:
-            if block.layer not in inputs:
-                continue
+        for block in (block for block in capture.blocks if block.layer in inputs):
+            outputs, chosen = [], []
             with traced.layer_loaded(block.layer):
-                results[block.layer] = block_output(capture, captured, block, inputs[block.layer])
+                for reads in split_reads(inputs[block.layer], block.device):
+                    if block.decide_alone is not None:
+                        decision = block.decide_alone(reads).decision
+                    else:
+                        block.module(reads.x_TD[None])
+                        routing = captured.pop()
+                        assert routing.x_TD is not None
+                        decision = Decision(routing.x_TD, routing.chosen_TK, routing.gates_TK)
+                    capture.busy = True
+                    outputs.append(adapter_of(block).mix(block, decision).cpu())
+                    capture.busy = False
+                    chosen.append(decision.chosen_TK.cpu())
+            results[block.layer] = torch.cat(outputs), torch.cat(chosen)
     return results
 
 
-def block_output(
-    capture: Capture, captured: list[Routing], block: Block, inputs: RouterReads
-) -> tuple[Tensor, Tensor]:
-    outputs, chosen = [], []
-    for reads in split_reads(inputs, block.device):
-        captured.clear()
-        if block.decide_alone is not None:
-            decision = block.decide_alone(reads).decision
-        else:
-            block.module(reads.x_TD[None])
-            routing = captured[-1]
-            assert routing.x_TD is not None
-            decision = Decision(routing.x_TD, routing.chosen_TK, routing.gates_TK)
-        capture.busy = True
-        outputs.append(adapter_of(block).mix(block, decision).cpu())
-        capture.busy = False
-        chosen.append(decision.chosen_TK.cpu())
-    return torch.cat(outputs), torch.cat(chosen)
-
-
-@dataclass(frozen=True)
-class HeldOutStates:
-    """The inputs of the original's blocks on held-out text, and the outputs of their routed experts."""
-
-    reads: dict[int, RouterReads]
-    output: dict[int, Tensor]
-
-    def to_tensors(self) -> Tensors:
-        parts = {layer: {**vars(reads), "output": self.output[layer]} for layer, reads in self.reads.items()}
-        return {
-            f"{layer}.{name}": tensor
-            for layer, tensors in parts.items()
-            for name, tensor in tensors.items()
-            if tensor is not None
-        }
-
-    @classmethod
-    def of_tensors(cls, tensors: Tensors) -> HeldOutStates:
-        layers: dict[int, Tensors] = {}
-        for name, tensor in tensors.items():
-            layer, _, part = name.partition(".")
-            layers.setdefault(int(layer), {})[part] = tensor
-        output = {layer: parts.pop("output") for layer, parts in layers.items()}
-        return cls({layer: RouterReads(**parts) for layer, parts in layers.items()}, output)
-
-
-def original_outputs(traced: TracedModel, states: Mapping[int, LayerStates]) -> HeldOutStates:
+def original_outputs(traced: TracedModel, states: Mapping[int, LayerStates]) -> HeldOut:
     """Of every block that chooses the same from the states alone; others are skipped and not measured."""
     inputs = {layer: sample.reads() for layer, sample in states.items()}
-    reads, outputs = {}, {}
-    for layer, (output_TD, chosen_TK) in block_outputs(traced, inputs).items():
-        if same_choice(chosen_TK, states[layer]):
-            reads[layer], outputs[layer] = inputs[layer], output_TD
-    return HeldOutStates(reads, outputs)
+    found = block_outputs(traced, inputs).items()
+    return {n: (inputs[n], output_TD) for n, (output_TD, chosen) in found if same_choice(chosen, states[n])}
 
 
-def measured_errors(compressed: TracedModel, held_out: HeldOutStates) -> dict[int, float]:
+def measured_errors(compressed: TracedModel, held_out: HeldOut) -> dict[int, float]:
     """||y' - y|| / ||y|| of every layer's routed output on held-out states, y' by the compressed block."""
-    return {
-        layer: relative_error(output_TD, held_out.output[layer])
-        for layer, (output_TD, _) in block_outputs(compressed, held_out.reads).items()
+    found = block_outputs(compressed, {layer: reads for layer, (reads, _) in held_out.items()})
+    return {layer: relative_error(output_TD, held_out[layer][1]) for layer, (output_TD, _) in found.items()}
+
+
+# --- judged
+
+
+def once(writer: RunWriter, task: str, make: Callable[[], Tensors]) -> Tensors:
+    """Return what the task has stored; if it is not done, make and store it first."""
+    if task not in writer.done_tasks():
+        made, file = make(), leftover_name(writer.path / "parts")
+        save_sums(file, made, {})
+        writer.flush_task(task, {}, {}, files={TASK_FILE: file})
+        return made
+    return load_sums(writer.path / "parts" / task / TASK_FILE)[0]
+
+
+def judge_models(
+    writer: RunWriter,
+    text: SplitText,
+    moe: MoeCheckpoint,
+    seed: int,
+    compressed: tuple[str, Plan, Fits],
+    folder: Path | None,
+    controls: Sequence[tuple[str, Plan, Fits]],
+    quiet: bool,
+) -> dict[str, Any]:
+    """Judge the original, the compressed model and the controls, one model in memory at a time.
+
+    The compressed model lies in `folder`; a control is written, judged, and removed. A plan that keeps all
+    router rows (`tie`) is not written: the original runs with its experts shared. Every pass over the text is
+    a task of the run, so a killed judgement continues with the pass that it had reached.
+    """
+    size = text.settings.batch_size
+    documents = text.held_out_documents()
+    scratch = leftover_name(writer.path / "parts")
+    with progress(None, 0, "tokens", quiet) as advance:
+
+        def run_original() -> Tensors:
+            sample = StateSample(seed, layers=len(moe.layers))
+            calibrate(text.traced, documents, [sample], size)
+            return {
+                f"{layer}.{name}": tensor
+                for layer, (reads, output_TD) in original_outputs(text.traced, sample.states).items()
+                for name, tensor in {**vars(reads), "output": output_TD}.items()
+                if tensor is not None
+            }
+
+        def judge(model: TracedModel, label: str, reference: Evaluation | None = None) -> Tensors:
+            return per_document(model, documents, reference, size, partial(advance, label)).to_tensors()
+
+        layers: dict[int, Tensors] = {}
+        for name, tensor in once(writer, "held_out", run_original).items():
+            layer, _, part = name.partition(".")
+            layers.setdefault(int(layer), {})[part] = tensor
+        outputs = {layer: parts.pop("output") for layer, parts in layers.items()}
+        held_out = {layer: (RouterReads(**parts), outputs[layer]) for layer, parts in layers.items()}
+        original = once(writer, "reference", lambda: judge(text.traced, "the original"))
+        reference = Evaluation.of_tensors(original)
+        text.release()
+
+        def judge_model(number: int, name: str, plan: Plan, fits: Fits) -> tuple[Evaluation, Tensors]:
+            @cache
+            def model() -> TracedModel:
+                if plan.router == "tie":
+                    traced = text.load(text.model)
+                    share_experts(traced, plan, fits)
+                    return traced
+                if number:  # a control
+                    scratch.mkdir(parents=True)
+                    apply_plan(moe, plan, fits, scratch / "model")
+                return text.load(str(scratch / "model" if number else folder))
+
+            def measure() -> Tensors:
+                errors = measured_errors(model(), held_out)
+                return {str(layer): torch.tensor(error).double() for layer, error in errors.items()}
+
+            try:
+                result = once(
+                    writer,
+                    f"judged-{number}",
+                    lambda: judge(model(), name if number else "compressed", reference),
+                )
+                return Evaluation.of_tensors(result), once(writer, f"errors-{number}", measure)
+            finally:
+                remove(scratch, writer.path)
+
+        models = enumerate([compressed, *controls])
+        judged = {name: judge_model(number, name, plan, fits) for number, (name, plan, fits) in models}
+    differences = judged_differences(reference, [result for result, _ in judged.values()], seed)
+    results = {
+        name: {**row, "errors": {layer: error.item() for layer, error in errors.items()}}
+        for (name, (_, errors)), row in zip(judged.items(), differences, strict=True)
     }
+    unmeasured = ", ".join(str(layer) for layer in sorted(set(moe.layers) - set(held_out)))
+    names = [text.sources[document.domain].domain for document in documents]
+    few = [repr(domain) for domain, count in Counter(names).items() if count < FEW_PER_DOMAIN]
+    no_intervals = differences[0]["loss_increase_low"] is None
+    notes = (
+        (
+            unmeasured,
+            f"no measured error in layers {unmeasured}: their blocks read more than the experts' input",
+        ),
+        (
+            no_intervals,
+            f"no intervals of the judgement: they need {FEWEST_DOCUMENTS} held-out documents and two per "
+            f"domain, not {len(documents)}; give about "
+            f"{5 * FEWEST_DOCUMENTS} documents: one in five is held out",
+        ),
+        (
+            few and not no_intervals,
+            f"intervals of the judgement are too short: under {FEW_PER_DOMAIN} held-out documents in "
+            f"{', '.join(few)}, and every domain counts alike; give more documents",
+        ),
+    )
+    tokens_by_domain = dict.fromkeys((source.domain for source in text.sources), 0)
+    for name, tokens in zip(names, reference.tokens_D, strict=True):
+        tokens_by_domain[name] += int(tokens)
+    return {
+        "models": results,
+        "perplexity_original": reference.perplexity,
+        "facts": {
+            "judged_documents": len(documents),
+            "judged_tokens": int(reference.tokens_D.sum()),
+            "judged_tokens_by_domain": tokens_by_domain,
+            "compared_tokens": int(reference.compared_D.sum()),
+        },
+        "warnings": [note for applies, note in notes if applies],
+    }
+
+
+def check_judgeable(traced: TracedModel, documents: Sequence[Document]) -> None:
+    """Raise early where the model or the held-out text has no next token to predict."""
+    if traced.two_stacks or traced.model.get_output_embeddings() is None:
+        raise BadInput(
+            f"{traced.name}: does not predict the next token, so it cannot be judged; give --no-judge"
+        )
+    if not any(len(document.ids) > 1 for document in documents):
+        raise BadInput("the held-out text has no token to predict; give a longer text, or --no-judge")
+
+
+def judged_differences(
+    reference: Evaluation, judged: Sequence[Evaluation], seed: int
+) -> list[dict[str, float | None]]:
+    """Per model its numbers, differences and their 95 % intervals; the plan comes first, then its controls.
+
+    Differences are of loss in nats per token and of divergence in nats: from the original, and of every
+    control from the plan. All are means of domain means. Intervals are paired: models are compared on the
+    same documents, resampled within domains.
+    """
+    plan, *controls = judged
+    losses = [model.loss_D - reference.loss_D for model in judged]
+    losses += [control.loss_D - plan.loss_D for control in controls]
+    divergences = [model.divergence_D for model in judged]
+    divergences += [control.divergence_D - plan.divergence_D for control in controls]
+    rows: list[dict[str, float | None]] = [
+        {"perplexity": model.perplexity, "js_divergence": model.js_divergence} for model in judged
+    ]
+    for kind, of_model, parts, tokens_D in (
+        ("loss", "loss_increase", losses, reference.tokens_D),
+        ("js", "js_divergence", divergences, reference.compared_D),
+    ):
+        parts_DGX = reference.by_domain(parts, tokens_D)
+        low, high = bootstrap_interval(parts_DGX, mean_of_domain_means, reference.domain_D, seed)
+        values = mean_of_domain_means(parts_DGX.sum(0))
+        places = [(row, of_model) for row in rows] + [(row, f"{kind}_above_plan") for row in rows[1:]]
+        for (row, name), value, lower, upper in zip(places, values, low, high, strict=True):
+            row |= {name: value, f"{name}_low": lower, f"{name}_high": upper}
+    return [
+        {name: None if value is None or math.isnan(value) else float(value) for name, value in row.items()}
+        for row in rows
+    ]

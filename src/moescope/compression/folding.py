@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -11,6 +11,7 @@ from torch import Tensor
 from moescope.compression.calibration import Gating, LayerStates
 from moescope.errors import BadInput
 from moescope.execution.scoring import Scoring
+from moescope.routing.counts import one_hot_choices
 
 SAME_LOGITS = 0.02  # relative error up to which logits count as rows times states
 STATES_AT_ONCE = 512
@@ -36,10 +37,7 @@ class RouterParts:
     correction_bias_E: Tensor | None = None
 
     def map(self, change: Callable[[Tensor], Tensor]) -> RouterParts:
-        parts = (self.router_ED, self.router_bias_E, self.correction_bias_E)
-        rows, bias, correction = (None if part is None else change(part) for part in parts)
-        assert rows is not None
-        return RouterParts(rows, bias, correction)
+        return replace(self, **{name: change(part) for name, part in vars(self).items() if part is not None})
 
     def logits(self, x_TD: Tensor) -> Tensor:
         product = x_TD @ self.router_ED.T
@@ -50,9 +48,7 @@ class RouterParts:
 class FoldedRouter:
     """A router of one row per group, in float32, and the cost of folding on the calibration states."""
 
-    router_KD: Tensor
-    router_bias_K: Tensor | None
-    correction_bias_K: Tensor | None
+    router: RouterParts
     kl_start: float  # of the usage-weighted mean rows
     kl: float  # of the fitted rows
     kl_held_out: (
@@ -87,42 +83,33 @@ def fold_router(
     assert states.logits_TE is not None
     x_TD, logits_TE = states.x_TD.to(device, torch.float64), states.logits_TE.to(device, torch.float64)
     stored = in_fp64(router, device)
-    check_reads_states(stored, x_TD, logits_TE, layer)
-    share_KE = share_matrix(groups, weights, len(stored.router_ED), device)
-    member_KE = membership(groups, len(stored.router_ED), device)
-    start = stored.map(lambda part: share_KE @ part)
-    target_TK = scoring.scores(logits_TE) @ member_KE.double().T
+    error = float((stored.logits(x_TD) - logits_TE).norm() / logits_TE.norm().clamp(min=1e-300))
+    if not error <= SAME_LOGITS:  # fitted rows would be meaningless
+        raise BadInput(
+            f"layer {layer}: the router's logits differ from its rows times the experts' input by "
+            f"{error:.0%}, so no row can be fitted for merged experts; use a pruning method"
+        )
+    member_KE = group_matrix(groups, None, len(stored.router_ED), device)
+    share_KE = group_matrix(groups, weights, len(stored.router_ED), device)
+    folded = start = stored.map(lambda part: share_KE @ part)
+    target_TK = scoring.scores(logits_TE) @ member_KE.T
     target_TK = target_TK / target_TK.sum(-1, keepdim=True).clamp(min=1e-300)
     kl_start = mean_kl(target_TK, log_scores(start.logits(x_TD), scoring))
     held_out = ridge = load_error = None
-    folded = start
-    if scoring.function == "sigmoid":
-        if start.correction_bias_E is not None:
-            folded, load_error = balance(start, x_TD, states.chosen_TK.to(device), member_KE, gating, top_k)
-    else:
-        fit = fit_rows(x_TD, target_TK, start.router_ED, start.router_bias_E)
-        folded = RouterParts(fit.rows_KD, fit.bias_K, start.correction_bias_E)
-        held_out, ridge = fit.kl_held_out, fit.ridge
+    if scoring.function != "sigmoid":
+        fit, held_out, ridge = fit_rows(x_TD, target_TK, start.router_ED, start.router_bias_E)
+        folded = replace(fit, correction_bias_E=start.correction_bias_E)
+    elif start.correction_bias_E is not None:
+        folded, load_error = balance(start, x_TD, states.chosen_TK.to(device), member_KE, gating, top_k)
     after_TK = folded.logits(x_TD)
     kl = mean_kl(target_TK, log_scores(after_TK, scoring))
     scale = gate_scale(states.gates_TK, after_TK.float(), folded.correction_bias_E, gating, top_k)
-    new = in_fp32(folded)
-    return FoldedRouter(
-        new.router_ED,
-        new.router_bias_E,
-        new.correction_bias_E,
-        kl_start,
-        kl,
-        held_out,
-        ridge,
-        scale,
-        load_error,
-    )
+    return FoldedRouter(in_fp32(folded), kl_start, kl, held_out, ridge, scale, load_error)
 
 
 def mean_router(router: RouterParts, groups: Groups, weights: Weights) -> RouterParts:
     """The members' weighted mean rows and biases, in float32: the router without text to fit on."""
-    share_KE = share_matrix(groups, weights, len(router.router_ED), "cpu")
+    share_KE = group_matrix(groups, weights, len(router.router_ED), "cpu")
     return in_fp32(in_fp64(router, "cpu").map(lambda part: share_KE @ part))
 
 
@@ -137,30 +124,12 @@ def in_fp64(router: RouterParts, device: str) -> RouterParts:
     )
 
 
-def check_reads_states(router: RouterParts, x_TD: Tensor, logits_TE: Tensor, layer: int) -> None:
-    """Raise where the logits are not the rows times the experts' input: fitted rows would be meaningless."""
-    error = (router.logits(x_TD) - logits_TE).norm() / logits_TE.norm().clamp(min=1e-300)
-    if not float(error) <= SAME_LOGITS:
-        raise BadInput(
-            f"layer {layer}: the router's logits differ from its rows times the experts' input by "
-            f"{float(error):.0%}, so no row can be fitted for merged experts; use a pruning method"
-        )
-
-
-def share_matrix(groups: Groups, weights: Weights, n_experts: int, device: str) -> Tensor:
-    """[K, E]: the weight of each expert in each group."""
-    share_KE = torch.zeros(len(groups), n_experts, dtype=torch.float64, device=device)
-    for row, (group, shares) in enumerate(zip(groups, weights, strict=True)):
-        share_KE[row, list(group)] = torch.tensor(list(shares), dtype=torch.float64, device=device)
-    return share_KE
-
-
-def membership(groups: Groups, n_experts: int, device: str) -> Tensor:
-    """[K, E]: which expert is in which group, members of no weight too."""
-    member_KE = torch.zeros(len(groups), n_experts, dtype=torch.bool, device=device)
+def group_matrix(groups: Groups, weights: Weights | None, n_experts: int, device: str) -> Tensor:
+    """[K, E]: the weight of each expert in each group; without weights 1 for every member."""
+    matrix_KE = torch.zeros(len(groups), n_experts, dtype=torch.float64, device=device)
     for row, group in enumerate(groups):
-        member_KE[row, list(group)] = True
-    return member_KE
+        matrix_KE[row, list(group)] = matrix_KE.new_tensor(weights[row] if weights else 1.0)
+    return matrix_KE
 
 
 def log_scores(logits_TK: Tensor, scoring: Scoring) -> Tensor:
@@ -199,23 +168,22 @@ def balance(
     assert start.correction_bias_E is not None
     logits_TK = start.logits(x_TD)
     wanted_K = wanted_load(chosen_TK, member_KE, top_k)
-    bias = start.correction_bias_E.clone()
+    bias = start.correction_bias_E
     best, best_error = bias, float("inf")
     for step in range(BALANCE_STEPS):
         chosen = gating.with_bias(bias).route(logits_TK, top_k)[0]
         load_K = torch.bincount(chosen.flatten(), minlength=logits_TK.shape[1]).double()
         error = float((load_K - wanted_K).abs().sum() / (2 * wanted_K.sum()))
         if error < best_error:
-            best, best_error = bias.clone(), error
-        rate = BALANCE_RATE * (1 - step / BALANCE_STEPS) ** 2
-        bias = bias + rate * (wanted_K - load_K) / len(x_TD)
-    return RouterParts(start.router_ED, start.router_bias_E, best), best_error
+            best, best_error = bias, error
+        bias = bias + BALANCE_RATE * (1 - step / BALANCE_STEPS) ** 2 * (wanted_K - load_K) / len(x_TD)
+    return replace(start, correction_bias_E=best), best_error
 
 
 def wanted_load(chosen_TK: Tensor, member_KE: Tensor, top_k: int) -> Tensor:
     """Tokens per group: top_k per token in total, and at most one of each token's slots."""
     n_tokens = len(chosen_TK)
-    wanted = groups_chosen(chosen_TK, member_KE, torch.float64).double().sum(0).clamp(min=1e-9)
+    wanted = groups_chosen(chosen_TK, member_KE).double().sum(0).clamp(min=1e-9)
     for _ in range(len(wanted)):  # the excess over one slot per token goes to the others proportionally
         full = wanted >= n_tokens
         rest = top_k * n_tokens - n_tokens * int(full.sum())
@@ -226,12 +194,9 @@ def wanted_load(chosen_TK: Tensor, member_KE: Tensor, top_k: int) -> Tensor:
     return wanted
 
 
-def groups_chosen(chosen_TK: Tensor, member_KE: Tensor, dtype: torch.dtype) -> Tensor:
+def groups_chosen(chosen_TK: Tensor, member_KE: Tensor) -> Tensor:
     """[T, K]: whether a token chose any member of a group; -1 is an empty slot."""
-    n_experts = member_KE.shape[1]
-    slots_TK = torch.where(chosen_TK >= 0, chosen_TK, n_experts).long()
-    chosen_TE = torch.zeros(len(chosen_TK), n_experts + 1, dtype=dtype, device=chosen_TK.device)
-    return chosen_TE.scatter_(1, slots_TK, 1.0)[:, :n_experts] @ member_KE.to(dtype).T > 0
+    return one_hot_choices(chosen_TK.long(), member_KE.shape[1]) @ member_KE.float().T > 0
 
 
 def load_thresholds(rows_KD: Tensor, groups: Groups, states: LayerStates) -> tuple[Tensor, float]:
@@ -242,57 +207,40 @@ def load_thresholds(rows_KD: Tensor, groups: Groups, states: LayerStates) -> tup
     """
     assert states.logits_TE is not None
     p_TK = (states.x_TD.float() @ rows_KD.T).softmax(-1)
-    member_KE = membership(groups, states.logits_TE.shape[1], "cpu")
-    wanted_K = groups_chosen(states.chosen_TK, member_KE, torch.float32).sum(0)
+    member_KE = group_matrix(groups, None, states.logits_TE.shape[1], "cpu")
+    wanted_K = groups_chosen(states.chosen_TK, member_KE).sum(0)
     ranked = torch.nn.functional.pad(p_TK.sort(0, descending=True).values.T, (1, 1))
     ranked[:, 0] = 1.0
-    both = ranked.gather(1, wanted_K[:, None]) + ranked.gather(1, wanted_K[:, None] + 1)
-    threshold_K = both.flatten() / 2
+    threshold_K = ranked.gather(1, torch.stack([wanted_K, wanted_K + 1], 1)).mean(1)
     after = (p_TK * (p_TK >= threshold_K)).double().sum()
     return threshold_K, float(after / states.gates_TK.double().sum().clamp(min=1e-30))
-
-
-@torch.no_grad()
-def apply_in_chunks(reads: Callable[[Tensor], Tensor], x_TD: Tensor, device: torch.device) -> Tensor:
-    """What a router makes of states, on the CPU."""
-    return torch.cat(
-        [reads(part.to(device, torch.float32)).cpu() for part in torch.split(x_TD, STATES_AT_ONCE)]
-    )
 
 
 # --- rows fitted to probabilities: a convex problem, solved in float64
 
 
-@dataclass(frozen=True)
-class FittedRows:
-    rows_KD: Tensor
-    bias_K: Tensor | None
-    kl: float
-    kl_held_out: float  # of the fit on three quarters, on the fourth
-    ridge: float
-
-
 def fit_rows(
     x_TD: Tensor, target_TK: Tensor, start_KD: Tensor, start_bias_K: Tensor | None = None
-) -> FittedRows:
+) -> tuple[RouterParts, float, float]:
     """Rows R (and a bias, if there is one) that minimise mean KL(target || softmax(R x + b)) plus a ridge.
 
     The ridge is s l/2 ||R - start||^2 with s the mean square of a state's entry: where states are fewer than
     the rows' entries, rows that fit them exactly fit nothing else. l is the one of `RIDGES` under which rows
     fitted on three quarters of the states have the smallest KL on the fourth; if none beats the start, the
-    start is returned. The final rows are fitted on all states.
+    start is returned. The final rows are fitted on all states. Returned with them: that KL, and l.
     """
-    judged = torch.arange(len(x_TD), device=x_TD.device) % HELD_OUT == HELD_OUT - 1
-    if int(judged.sum()) == 0:
-        judged = torch.ones_like(judged)
-    fitted = judged if bool(judged.all()) else ~judged
+    fitted = torch.arange(len(x_TD), device=x_TD.device) % HELD_OUT < HELD_OUT - 1
+    judged = fitted if bool(fitted.all()) else ~fitted
     part = Problem(x_TD[fitted], target_TK[fitted], start_KD, start_bias_K)
-    start_kl = mean_kl(target_TK[judged], log_probabilities(x_TD[judged], start_KD, start_bias_K))
-    best_ridge, best_kl = float("inf"), start_kl
-    change, worse = part.zero(), 0
+
+    def held_out_kl(rows_KD: Tensor, bias_K: Tensor | None) -> float:
+        return mean_kl(target_TK[judged], log_probabilities(x_TD[judged], rows_KD, bias_K))
+
+    best_ridge, best_kl = float("inf"), held_out_kl(start_KD, start_bias_K)
+    change, worse = part.zero, 0
     for ridge in RIDGES:
         change = part.solve(ridge, change, ROUGH_GRADIENT)
-        kl = mean_kl(target_TK[judged], log_probabilities(x_TD[judged], *part.rows(change)))
+        kl = held_out_kl(*part.rows(change))
         worse = 0 if kl < best_kl else worse + 1
         if kl < best_kl:
             best_ridge, best_kl = ridge, kl
@@ -301,9 +249,8 @@ def fit_rows(
     rows, bias = start_KD, start_bias_K
     if best_ridge != float("inf"):
         full = Problem(x_TD, target_TK, start_KD, start_bias_K)
-        rows, bias = full.rows(full.solve(best_ridge, full.zero()))
-    kl = mean_kl(target_TK, log_probabilities(x_TD, rows, bias))
-    return FittedRows(rows, bias, kl, best_kl, best_ridge)
+        rows, bias = full.rows(full.solve(best_ridge, full.zero))
+    return RouterParts(rows, bias), best_kl, best_ridge
 
 
 def log_probabilities(x_TD: Tensor, rows_KD: Tensor, bias_K: Tensor | None) -> Tensor:
@@ -316,15 +263,6 @@ def mean_kl(target_TK: Tensor, log_q_TK: Tensor) -> float:
     return float(terms.sum(-1).mean().clamp(min=0))
 
 
-def principal_axes(x_TD: Tensor) -> tuple[Tensor, Tensor]:
-    """Right singular vectors and squared singular values above 1e-6 of the largest, from the smaller Gram."""
-    wide = x_TD.shape[0] < x_TD.shape[1]
-    squares, vectors = torch.linalg.eigh(x_TD @ x_TD.T if wide else x_TD.T @ x_TD)
-    large = squares > 1e-12 * squares[-1].clamp(min=1e-300)
-    squares, vectors = squares[large], vectors[:, large]
-    return (squares.rsqrt()[:, None] * (vectors.T @ x_TD) if wide else vectors.T), squares
-
-
 class Problem:
     """The fit in the states' scaled principal axes: well conditioned, so that few steps suffice.
 
@@ -333,15 +271,17 @@ class Problem:
 
     def __init__(self, x_TD: Tensor, target_TK: Tensor, start_KD: Tensor, start_bias_K: Tensor | None):
         self.start_KD, self.start_bias_K, self.target_TK = start_KD, start_bias_K, target_TK
-        self.axes_RD, squares_R = principal_axes(x_TD)
-        self.variance_R = squares_R / len(x_TD)
+        # right singular vectors, and squared singular values above 1e-6 of the largest, from the smaller Gram
+        wide = x_TD.shape[0] < x_TD.shape[1]
+        squares, vectors = torch.linalg.eigh(x_TD @ x_TD.T if wide else x_TD.T @ x_TD)
+        large = squares > 1e-12 * squares[-1].clamp(min=1e-300)
+        squares, vectors = squares[large], vectors[:, large]
+        self.axes_RD = squares.rsqrt()[:, None] * (vectors.T @ x_TD) if wide else vectors.T
+        self.variance_R = squares / len(x_TD)
         self.scale = float(x_TD.square().mean())
         self.states_TR = x_TD @ self.axes_RD.T
         self.base_TK = RouterParts(start_KD, start_bias_K).logits(x_TD)
-
-    def zero(self) -> Tensor:
-        rows, axes = self.start_KD.shape[0], len(self.variance_R)
-        return self.base_TK.new_zeros(rows, axes + (self.start_bias_K is not None))
+        self.zero = x_TD.new_zeros(len(start_KD), len(squares) + (start_bias_K is not None))  # no change
 
     def rows(self, change_KR: Tensor) -> tuple[Tensor, Tensor | None]:
         """Rows and bias of a change along the axes; the last column is the bias's where there is one."""

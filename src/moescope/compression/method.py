@@ -6,15 +6,14 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from moescope.compression.grouping import Grouping
 from moescope.compression.plan import Fits
 from moescope.families import MoeCheckpoint
 from moescope.types import LayerPlan, Plan
 
 if TYPE_CHECKING:
-    from moescope.compression.calibration import Gating, LayerStates, SumCollector, Sums
-    from moescope.compression.saliency import Score
-    from moescope.execution.collect import Collected
+    from moescope.compression.calibration import Gating, LayerStates, Makers, Sums
+    from moescope.compression.merging import Grouping
+    from moescope.compression.pruning import Score
     from moescope.execution.models import TracedModel
 
 RESCALED = 0.05  # relative change of the gate sum that is worth a warning
@@ -25,13 +24,7 @@ class PlanSettings:
     """What a user may choose about a plan besides the method and the number of experts to keep."""
 
     seed: int = 0
-    merge_weights: str = "usage"
-    distance: str = "default"
-    signed: bool = True
     router: str = "fold"
-    adaptive: bool = False
-    sequential: bool = False
-    dominant: str = "default"
 
 
 @dataclass(frozen=True)
@@ -45,7 +38,6 @@ class Evidence:
     states: Mapping[int, LayerStates] = field(default_factory=dict)
     gating: Mapping[int, Gating] = field(default_factory=dict)  # layer -> how its router was seen to choose
     traced: Callable[[], TracedModel] | None = None  # returns the running model; None without text
-    recalibrate: Callable[[Sequence[SumCollector]], Collected] | None = None  # another pass over the text
     control_of: Plan | None = None  # the plan whose group sizes and matching a random control copies
 
 
@@ -73,12 +65,9 @@ class Method:
     needs_text: bool = True
     merges: bool = False
     control: str = "random"  # the method that does as much at random
-    collectors: tuple[Callable[[], SumCollector], ...] = ()  # besides `RoutedSums`
+    collectors: Makers = ()  # besides `RoutedSums`
     score: Score | None = None  # the saliency it prunes by; rank intervals use REAP where there is none
-    distances: tuple[str, ...] = ()  # what `distance` may be; the first is the default
-    dominants: tuple[str, ...] = ()  # how `dominant` members may be chosen; the first is the default
     needs_logits: bool = False
-    adapts: bool = False  # whether layers may keep different numbers of experts
 
 
 def rescaling_warnings(action: str, scales: Sequence[float]) -> list[str]:

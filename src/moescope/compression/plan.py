@@ -6,10 +6,12 @@ import hashlib
 import json
 import math
 import re
-from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, field
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass, field, is_dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, TypeVar
+from types import UnionType
+from typing import TYPE_CHECKING, Any, Literal, get_args, get_origin, get_type_hints
 
 from moescope.checkpoint import Checkpoint
 from moescope.checkpoint.files import first_line
@@ -20,10 +22,9 @@ from moescope.types import LayerPlan, Plan
 if TYPE_CHECKING:
     from torch import Tensor
 
-MergeWeights = Literal["usage", "uniform", "dominant", "saliency"]
 RouterAfter = Literal["fold", "tie"]
 PLAN_VERSION = 1
-MATCHINGS = ("signed", "unsigned", "none")
+MATCHINGS = ("signed", "none")
 ROUTERS = ("slice", "fold", "tie", "join")
 PLAN_FILE, ARRAYS_FILE = "plan.json", "plan.safetensors"
 WEIGHTS_SUM = 1e-6  # tolerance of the sum of a group's weights
@@ -33,10 +34,8 @@ ARRAY_NAME = re.compile(
     r"|expert\.(?P<expert>\d{1,9})\.(?P<part>order_F|sign_F))"
 )
 ARRAY_DTYPES = {"order_F": "int32", "sign_F": "int8"}  # all others: float32
-MOST_COUNTED = 10**9
 MOST_JSON_BYTES = 2**26
 MOST_ARRAY_BYTES = 2**33
-Value = TypeVar("Value")
 
 
 @dataclass(frozen=True)
@@ -76,44 +75,38 @@ def check_same_checkpoint(plan: Plan, checkpoint: Checkpoint) -> None:
         )
 
 
-def plan_identity(location: str | Path | None) -> list[Any] | None:
-    """Path, size and time of a plan file, for resuming."""
-    if location is None:
-        return None
+def file_of(location: str | Path, name: str) -> Path:
+    """The file of that name in a run folder, or the file itself."""
     path = Path(location)
-    path = path / PLAN_FILE if path.is_dir() else path
+    return path / name if path.is_dir() else path
+
+
+def file_identity(path: Path) -> list[Any]:
+    """Path, size and time, for resuming."""
     return [str(path.resolve()), path.stat().st_size, path.stat().st_mtime_ns]
 
 
 # --- writing
 
 
-def write_plan(folder: Path, plan: Plan, fits: Fits) -> Path:
+def write_plan(folder: Path, plan: Plan, fits: Fits) -> None:
     """Write plan.safetensors where there are arrays, then plan.json, which holds its hash."""
+    from safetensors.torch import save
+
     check_plan(plan, fits, "the plan")
-    arrays = arrays_of(fits)
     digest = None
-    if arrays:
-        from safetensors.torch import save
-
-        content = save(arrays)
-        digest = hashlib.sha256(content).hexdigest()
-        write_synced(folder / ARRAYS_FILE, content)
-    content_json = {"moescope_plan": PLAN_VERSION, **asdict(plan), "arrays_sha256": digest}
+    if arrays := arrays_of(fits):
+        data = save(arrays)
+        digest = hashlib.sha256(data).hexdigest()
+        write_synced(folder / ARRAYS_FILE, data)
+    content = {"moescope_plan": PLAN_VERSION, **asdict(plan), "arrays_sha256": digest}
     if is_anonymous():
-        content_json |= {
-            name: without_absolute_paths(content_json[name]) for name in ("checkpoint", "settings")
-        }
-    write_synced(folder / PLAN_FILE, (to_json(content_json) + "\n").encode())
-    return folder / PLAN_FILE
-
-
-def to_json(content: dict[str, Any]) -> str:
-    """JSON with one line per layer: fully indented, 128 experts would be 400 lines per layer."""
-    layers = content.pop("layers")
+        content |= {name: without_absolute_paths(content[name]) for name in ("checkpoint", "settings")}
+    # one line per layer: fully indented, 128 experts would be 400 lines per layer
+    lines = ",\n".join("    " + json.dumps(layer) for layer in content.pop("layers"))
     head = json.dumps({**content, "layers": 0}, indent=2, ensure_ascii=False)
-    lines = ",\n".join("    " + json.dumps(layer) for layer in layers)
-    return head.replace('"layers": 0', f'"layers": [\n{lines}\n  ]')
+    text = head.replace('"layers": 0', f'"layers": [\n{lines}\n  ]') + "\n"
+    write_synced(folder / PLAN_FILE, text.encode())
 
 
 def write_synced(path: Path, content: bytes) -> None:
@@ -123,23 +116,14 @@ def write_synced(path: Path, content: bytes) -> None:
 
 
 def arrays_of(fits: Fits) -> dict[str, Tensor]:
-    import torch
-
     arrays: dict[str, Tensor] = {}
-
-    def add(name: str, tensor: Tensor, dtype: torch.dtype = torch.float32) -> None:
-        arrays[name] = tensor.detach().to("cpu", dtype).contiguous()
-
     for layer, fit in fits.items():
-        for name in ROUTER_ARRAYS:
-            if (tensor := getattr(fit, name)) is not None:
-                add(f"layer.{layer}.{name}", tensor)
-        for name, tensor in fit.state.items():
-            add(f"layer.{layer}.state.{name}", tensor)
-        for member, order_F in fit.orders.items():
-            add(f"layer.{layer}.expert.{member}.order_F", order_F, torch.int32)
-        for member, sign_F in fit.signs.items():
-            add(f"layer.{layer}.expert.{member}.sign_F", sign_F, torch.int8)
+        router = {name: getattr(fit, name) for name in ROUTER_ARRAYS}
+        router |= {f"state.{name}": tensor for name, tensor in fit.state.items()}
+        parts = {name: tensor.float() for name, tensor in router.items() if tensor is not None}
+        parts |= {f"expert.{member}.order_F": order_F.int() for member, order_F in fit.orders.items()}
+        parts |= {f"expert.{member}.sign_F": sign_F.char() for member, sign_F in fit.signs.items()}
+        arrays |= {f"layer.{layer}.{name}": part.detach().cpu().contiguous() for name, part in parts.items()}
     return arrays
 
 
@@ -148,85 +132,48 @@ def arrays_of(fits: Fits) -> dict[str, Tensor]:
 
 def read_plan(location: str | Path) -> tuple[Plan, Fits]:
     """Load a plan.json, or that of a run folder; raises where it is damaged or incomplete."""
-    path = Path(location)
-    path = path / PLAN_FILE if path.is_dir() else path
+    path = file_of(location, PLAN_FILE)
     if not path.is_file():
         raise BadInput(f"{path}: no such plan; give a plan.json, or the run folder of `moescope compress`")
-    content = read_json(path)
+    try:
+        if path.stat().st_size > MOST_JSON_BYTES:
+            raise BadInput(f"{path}: larger than {MOST_JSON_BYTES:,} bytes, so not a plan; plan again")
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (ValueError, RecursionError):
+        raise BadInput(f"{path}: not valid JSON; plan again with `moescope compress`") from None
+    except OSError as error:
+        raise BadInput(f"{path}: cannot be read ({reason(error)}); give another plan") from None
     if not isinstance(content, dict) or "moescope_plan" not in content:
         raise BadInput(f"{path}: not a plan of moescope; give one that `moescope compress` wrote")
     version = content["moescope_plan"]
     if type(version) is not int or version != PLAN_VERSION:
-        shown = repr(version)[:40]
-        raise BadInput(f"{path}: plan version {shown} is not supported, only {PLAN_VERSION}; plan again")
+        raise BadInput(
+            f"{path}: plan version {version!r:.40} is not supported, only {PLAN_VERSION}; plan again"
+        )
     try:
-        plan = plan_from_json(content)
-        digest = optional(text, content.get("arrays_sha256"))
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        plan = conform(content, Plan, "the plan")
+        digest = conform(content.get("arrays_sha256"), str | None, "arrays_sha256")
+    except (KeyError, ValueError, OverflowError) as error:
         raise BadInput(f"{path}: {str(error)[:80]} is missing or malformed; plan again") from None
     fits = read_arrays(path.with_name(ARRAYS_FILE), digest)
     check_plan(plan, fits, str(path))
     return plan, fits
 
 
-def read_json(path: Path) -> Any:
-    try:
-        if path.stat().st_size > MOST_JSON_BYTES:
-            raise BadInput(f"{path}: larger than {MOST_JSON_BYTES:,} bytes, so not a plan; plan again")
-        return json.loads(path.read_text(encoding="utf-8"))
-    except (ValueError, RecursionError):
-        raise BadInput(f"{path}: not valid JSON; plan again with `moescope compress`") from None
-    except OSError as error:
-        raise BadInput(f"{path}: cannot be read ({reason(error)}); give another plan") from None
-
-
-def plan_from_json(content: dict[str, Any]) -> Plan:
-    layers = [
-        LayerPlan(
-            whole(layer["layer"]),
-            whole(layer["n_experts"]),
-            tuple(tuple(whole(expert) for expert in group) for group in layer["groups"]),
-            tuple(whole(expert) for expert in layer["dominants"]),
-            tuple(tuple(real(weight) for weight in group) for group in layer["weights"]),
-        )
-        for layer in content["layers"]
-    ]
-    checkpoint = {text(key): optional(text, value) for key, value in content["checkpoint"].items()}
-    settings = {text(key): scalar(value) for key, value in content["settings"].items()}
-    router, matching, top_k = text(content["router"]), text(content["matching"]), content["top_k"]
-    return Plan(
-        text(content["method"]), checkpoint, tuple(layers), matching, router, optional(whole, top_k), settings
-    )
-
-
-def optional(kind: Callable[[Any], Value], value: Any) -> Value | None:
-    return None if value is None else kind(value)
-
-
-def whole(value: Any) -> int:
-    """The value if it is a whole number that can count experts; JSON's true and 1.0 are none."""
-    if type(value) is not int or abs(value) > MOST_COUNTED:
-        raise ValueError(f"the whole number {value!r:.40}")
-    return value
-
-
-def real(value: Any) -> float:
-    if type(value) is float or (type(value) is int and abs(value) <= MOST_COUNTED):
+def conform(value: Any, kind: Any, place: str) -> Any:
+    """Return a JSON value as the type annotated for it; KeyError or ValueError names what has another."""
+    parts, hints = get_args(kind), get_type_hints(kind) if is_dataclass(kind) else {}
+    if hints and type(value) is dict:
+        return kind(**{name: conform(value[name], hint, f"{place}.{name}") for name, hint in hints.items()})
+    if get_origin(kind) is tuple and type(value) is list:
+        return tuple(conform(item, parts[0], f"{place}[{at}]") for at, item in enumerate(value))
+    if get_origin(kind) is dict and type(value) is dict:
+        return {key: conform(item, parts[1], f"{place}.{key}") for key, item in value.items()}
+    if kind is float and type(value) is int:  # JSON's 1 may stand for 1.0, but true for neither
         return float(value)
-    raise ValueError(f"the number {value!r:.40}")
-
-
-def text(value: Any) -> str:
-    if type(value) is not str:
-        raise ValueError(f"the text {value!r:.40}")
+    if type(value) not in (parts if get_origin(kind) is UnionType else (kind,)):
+        raise ValueError(f"{place} {value!r:.40}")
     return value
-
-
-def scalar(value: Any) -> str | int | float | bool | None:
-    if value is not None and type(value) not in (str, bool, int, float):
-        raise ValueError(f"the setting {value!r:.40}")
-    scalar_value: str | int | float | bool | None = value
-    return scalar_value
 
 
 def read_arrays(path: Path, digest: str | None) -> Fits:
@@ -240,16 +187,14 @@ def read_arrays(path: Path, digest: str | None) -> Fits:
         if path.stat().st_size > MOST_ARRAY_BYTES:
             raise BadInput(f"{path}: larger than {MOST_ARRAY_BYTES:,} bytes, so not of a plan; plan again")
         with path.open("rb") as file:
-            found = hashlib.file_digest(file, "sha256").hexdigest()
-        if found != digest:
-            raise BadInput(f"{path}: not the arrays of this plan.json; copy both files, or plan again")
+            if hashlib.file_digest(file, "sha256").hexdigest() != digest:
+                raise BadInput(f"{path}: not the arrays of this plan.json; copy both files, or plan again")
         layers: dict[int, dict[str, Any]] = {}
         with safe_open(path, "pt") as arrays:
             for name in arrays.keys():  # noqa: SIM118 (not a dict)
                 add_array(layers, name, arrays.get_tensor(name))
     except (SafetensorError, ValueError) as error:
-        why = first_line(error)[:120]
-        raise BadInput(f"{path}: not the arrays of a plan ({why}); plan again") from None
+        raise BadInput(f"{path}: not the arrays of a plan ({first_line(error):.120}); plan again") from None
     except OSError as error:
         raise BadInput(f"{path}: cannot be read ({reason(error)}); plan again") from None
     return {layer: LayerFit(**parts) for layer, parts in layers.items()}
@@ -279,63 +224,70 @@ def add_array(layers: dict[int, dict[str, Any]], name: str, tensor: Tensor) -> N
 
 def check_plan(plan: Plan, fits: Fits, where: str) -> None:
     """Raise for invalid plans: repeated experts, wrong dominants, weights or array shapes."""
-    for word, value, known in (("matching", plan.matching, MATCHINGS), ("router", plan.router, ROUTERS)):
-        if value not in known:
-            raise BadInput(f"{where}: {word} {value!r} is none of {', '.join(known)}; plan again")
+    if fault := next(plan_faults(plan, fits), None):
+        raise BadInput(f"{where}: {fault}; plan again")
+
+
+def plan_faults(plan: Plan, fits: Fits) -> Iterator[str]:
+    """What is wrong with a plan; ask for the first fault only, the next ones may follow from it."""
+    words = (("matching", plan.matching, MATCHINGS), ("router", plan.router, ROUTERS))
+    yield from (
+        f"{word} {value!r} is none of {', '.join(known)}"
+        for word, value, known in words
+        if value not in known
+    )
     numbers = [layer.layer for layer in plan.layers]
     if not numbers or len(set(numbers)) < len(numbers):
-        raise BadInput(f"{where}: {'a layer is repeated' if numbers else 'it has no layer'}; plan again")
-    if other := sorted(set(fits) - set(numbers)):
-        raise BadInput(f"{where}: it has arrays of layer {other[0]}, but not the layer; plan again")
+        yield "a layer is repeated" if numbers else "it has no layer"
+    yield from (
+        f"it has arrays of layer {layer}, but not the layer" for layer in sorted(set(fits) - set(numbers))
+    )
     if plan.top_k is not None and plan.top_k < 1:
-        raise BadInput(f"{where}: top_k {plan.top_k} is not at least 1; plan again")
+        yield f"top_k {plan.top_k} is not at least 1"
     for layer in plan.layers:
-        if fault := layer_fault(plan, layer, fits.get(layer.layer, LayerFit())):
-            raise BadInput(f"{where}: layer {layer.layer}: {fault}; plan again")
+        faults = layer_faults(plan, layer, fits.get(layer.layer, LayerFit()))
+        yield from (f"layer {layer.layer}: {fault}" for fault in faults)
 
 
-def layer_fault(plan: Plan, layer: LayerPlan, fit: LayerFit) -> str | None:
-    members = [expert for group in layer.groups for expert in group]
+def layer_faults(plan: Plan, layer: LayerPlan, fit: LayerFit) -> Iterator[str]:
+    members = Counter(expert for group in layer.groups for expert in group)
+    n_experts, n_groups = layer.n_experts, len(layer.groups)
     if not layer.groups or not all(layer.groups):
-        return "a group without experts"
-    if len(set(members)) < len(members):
-        return f"expert {next(e for e in members if members.count(e) > 1)} is repeated"
-    if outside := [expert for expert in members if not 0 <= expert < layer.n_experts]:
-        return f"expert {outside[0]} of {layer.n_experts}"
-    if not len(layer.groups) == len(layer.dominants) == len(layer.weights):
-        counts = (len(layer.groups), len(layer.dominants), len(layer.weights))
-        return "{} groups, {} dominants and {} lists of weights".format(*counts)
+        yield "a group without experts"
+    yield from (f"expert {expert} is repeated" for expert, count in members.items() if count > 1)
+    yield from (f"expert {expert} of {n_experts}" for expert in members if not 0 <= expert < n_experts)
+    if not n_groups == len(layer.dominants) == len(layer.weights):
+        yield f"{n_groups} groups, {len(layer.dominants)} dominants and {len(layer.weights)} lists of weights"
     for group, dominant, weights in zip(layer.groups, layer.dominants, layer.weights, strict=True):
+        shown = f"group {list(group)}"
         if dominant not in group:
-            return f"dominant {dominant} is not in its group {list(group)}"
+            yield f"dominant {dominant} is not in its {shown}"
         if len(weights) != len(group) or not all(math.isfinite(weight) and weight >= 0 for weight in weights):
-            return (
-                f"weights {list(weights)} of group {list(group)} are not one non-negative number per member"
-            )
+            yield f"weights {list(weights)} of {shown} are not one non-negative number per member"
         if abs(sum(weights) - 1) > WEIGHTS_SUM:
-            return f"weights of group {list(group)} sum to {sum(weights):.6g}, not to 1"
+            yield f"weights of {shown} sum to {sum(weights):.6g}, not to 1"
         if plan.router == "slice" and len(group) > 1:
-            return f"group {list(group)} is merged, but a sliced router has no row for it"
+            yield f"{shown} is merged, but a sliced router has no row for it"
+    rows = n_experts if plan.router == "tie" else n_groups
     for name, dimensions in ROUTER_ARRAYS.items():
-        tensor = getattr(fit, name)
-        if tensor is not None and tensor.dim() != dimensions:
-            return f"{name} has shape {list(tensor.shape)}, not {dimensions} dimensions"
-        rows = layer.n_experts if plan.router == "tie" else len(layer.groups)
-        if tensor is not None and tensor.shape[0] != rows:
-            return f"{name} has {tensor.shape[0]} rows for {rows} experts"
-    for name, tensor in fit.state.items():
-        if tensor.shape[0] != len(layer.groups):
-            return f"{name} has {tensor.shape[0]} entries for {len(layer.groups)} experts"
-    if plan.router == "fold" and fit.router_KD is None and len(layer.groups) < layer.n_experts:
-        return "no fitted router rows in the arrays"
-    if strangers := sorted({*fit.orders, *fit.signs} - set(members)):
-        return f"neurons of expert {strangers[0]} are ordered, but it is in no group"
+        if (tensor := getattr(fit, name)) is not None and tensor.dim() != dimensions:
+            yield f"{name} has shape {list(tensor.shape)}, not {dimensions} dimensions"
+        if tensor is not None and len(tensor) != rows:
+            yield f"{name} has {len(tensor)} rows for {rows} experts"
+    yield from (
+        f"{name} has {len(tensor)} entries for {n_groups} experts"
+        for name, tensor in fit.state.items()
+        if len(tensor) != n_groups
+    )
+    if plan.router == "fold" and fit.router_KD is None and n_groups < n_experts:
+        yield "no fitted router rows in the arrays"
+    strangers = sorted({*fit.orders, *fit.signs} - set(members))
+    yield from (f"neurons of expert {expert} are ordered, but it is in no group" for expert in strangers)
     for member, order_F in fit.orders.items():
         if order_F.dim() != 1 or sorted(order_F.tolist()) != list(range(len(order_F))):
-            return f"the order of expert {member}'s neurons is not a permutation"
+            yield f"the order of expert {member}'s neurons is not a permutation"
     for member, sign_F in fit.signs.items():
         if member not in fit.orders or sign_F.shape != fit.orders[member].shape:
-            return f"the signs of expert {member}'s neurons are not one per neuron of its order"
+            yield f"the signs of expert {member}'s neurons are not one per neuron of its order"
         if not bool((sign_F.abs() == 1).all()):
-            return f"the signs of expert {member}'s neurons are not all 1 or -1"
-    return None
+            yield f"the signs of expert {member}'s neurons are not all 1 or -1"

@@ -1,20 +1,35 @@
-"""Pruning: keep each layer's experts with the largest scores."""
+"""Pruning: keep each layer's experts with the largest scores.
+
+Scores are made from `RoutedSums`, one module each: frequency.py, gate_weight.py, ean.py, reap.py. X_j are the
+tokens routed to expert j, g_j its gate weight on them, f_j its output without the gate.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 
-from moescope.compression.calibration import Gating, LayerStates
+from moescope.compression.calibration import SUM_NAMES, Gating, LayerStates, Sums
 from moescope.compression.folding import gate_scale
 from moescope.compression.method import Evidence, Method, Proposal, rescaling_warnings
-from moescope.compression.saliency import Score, score_experts
 from moescope.errors import BadInput
 from moescope.families import MoeCheckpoint
 from moescope.families.counts import check_counts
 from moescope.families.writing import NewLayer, check_layer
 from moescope.types import Array, LayerPlan
+
+Score = Callable[[Mapping[str, Array]], Array]  # sums [..., E] -> score [..., E]
+
+
+def layer_sums(sums: Sums, layer: int) -> dict[str, Array]:
+    """One layer's sums per bucket of documents."""
+    return {name: sums[f"layer.{layer}.{name}"].numpy() for name in SUM_NAMES}
+
+
+def score_experts(sums: Sums, layer: int, score: Score) -> Array:
+    """The score of every expert of a layer over the whole text."""
+    return np.asarray(score({name: value.sum(0) for name, value in layer_sums(sums, layer).items()}))
 
 
 def prune_by(name: str, score: Score, summary: str) -> Method:
@@ -40,8 +55,7 @@ def keep_best(
     """Each layer's experts with the largest scores, in their old order; of tied ones the first."""
     plans = []
     for layer, count in keep.items():
-        order = np.argsort(-scores[layer], kind="stable")[:count]
-        best = tuple(sorted(int(expert) for expert in order))
+        best = tuple(sorted(np.argsort(-scores[layer], kind="stable")[:count].tolist()))
         groups = tuple((expert,) for expert in best)
         plans.append(LayerPlan(layer, moe.layers[layer].n_experts, groups, best, ((1.0,),) * count))
     return tuple(plans)
@@ -62,8 +76,8 @@ def gate_scales(
             continue
         experts = list(layer.dominants)
         bias_K = None if how.scoring.bias_E is None else how.scoring.bias_E[experts]
-        logits_TK, top_k = sample.logits_TE[:, experts], min(how.top_k, len(experts))
-        scales.append(gate_scale(sample.gates_TK, logits_TK, bias_K, how, top_k))
+        top_k = min(how.top_k, len(experts))
+        scales.append(gate_scale(sample.gates_TK, sample.logits_TE[:, experts], bias_K, how, top_k))
     return scales
 
 
@@ -76,8 +90,8 @@ def keep_counts(moe: MoeCheckpoint, keep: str | int | float, merges: bool) -> di
     Pruning must leave a token as many experts as it is routed to; merging may lower that number.
     """
     share, count = read_keep(keep)
-    tables = any(state.kind == "table" for weights in moe.layers.values() for state in weights.router_state)
-    merges = merges and not tables  # a table keeps as many experts per token as before
+    states = [state.kind for weights in moe.layers.values() for state in weights.router_state]
+    merges = merges and "table" not in states  # a table keeps as many experts per token as before
     counts = {}
     for layer, weights in moe.layers.items():
         n = weights.n_experts
@@ -105,14 +119,11 @@ def read_keep(keep: str | int | float) -> tuple[float | None, int | None]:
     """(share, None) where there is a decimal point or a percent sign, else (None, count)."""
     text = str(keep).strip()
     try:
-        if text.endswith("%"):
-            share, count = float(text[:-1]) / 100, None
-        elif any(letter in text for letter in ".e"):
-            share, count = float(text), None
-        else:
-            share, count = None, int(text)
+        if not set(text) & set("%.e"):
+            return None, int(text)
+        share = float(text[:-1]) / 100 if text.endswith("%") else float(text)
     except ValueError:
         raise BadInput(f"keep {text!r}: give a share such as 0.5, or a number of experts such as 4") from None
-    if share is not None and not 0 < share <= 1:
+    if not 0 < share <= 1:
         raise BadInput(f"keep {text}: a share is above 0 and at most 1; give 0.5, or a whole number")
-    return share, count
+    return share, None

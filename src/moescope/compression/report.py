@@ -2,62 +2,68 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 import pandas as pd
 
-from moescope.comparison.figures import EXPERT_DISTANCE
-from moescope.comparison.tables import TABLES as DISTANCE_TABLES
-from moescope.compression.figures import (
-    DAMAGE,
-    GROUPS,
-    SALIENCY,
-    cut_by_score,
-    error_column,
-    layer_rows,
-    model_rows,
-    of_controls,
-    of_plan,
-    score_column,
-    verdict,
-    worst_layer,
-)
-from moescope.compression.tables import TABLES
+from moescope.comparison.figures import DISTANCES
+from moescope.comparison.tables import OF_PAIRS
+from moescope.compression.figures import DAMAGE, GROUPS, SALIENCY
+from moescope.compression.tables import PER_LAYER, TABLES
 from moescope.plotting.style import byte_size, counted, number, span
-from moescope.reporting.pack import plain, table_payload
+from moescope.reporting.findings import Number, Said, key_numbers, say_all
+from moescope.reporting.pack import plain
 from moescope.reporting.untrusted import plot_words
+from moescope.reporting.views import drawable, shown_table
 from moescope.run import Run
-from moescope.statistics import FEWEST_DOCUMENTS
 from moescope.types import Coverage
-from moescope.verb import (
-    FigureSpec,
-    Finding,
-    KeyNumber,
-    LayerCards,
-    Measure,
-    Payload,
-    Section,
-    Selection,
-    Summary,
-    Tables,
-    all_rows,
-)
+from moescope.verb import Finding, LayerCards, Measure, Payload, Section, Selection, Summary, Tables, all_rows
 
-ERRORS = {"measured_error": "Measured", "predicted_error": "Predicted"}
 ROUTER_CHANGES = {  # what the plan does to the router -> a sentence
     "slice": "The router's parameters of dropped experts are removed.",
     "fold": "Router rows are fitted again, one per merged expert.",
     "join": "A merged expert keeps its dominant member's part of the router.",
     "tie": "Every old router row is kept and points at the merged expert, which no file format can hold.",
 }
+PLAN, LAYERS = "role == 'plan'", "role == 'plan' and layer.notna()"
+NOT_MEASURED = f"{LAYERS} and measured_error.isna()"
+CONTROLS = "role == 'control'"
+JUDGED = f"{CONTROLS} and plan_better.notna()"  # the intervals of the differences are known
+RANKED = "cut.notna() and rank_low.notna()"
+ERROR = "error of the routed output: largest in {place}, {value} ({chance})"
+# fmt: off
+NUMBERS = [
+    Number("damage", "perplexity", where=PLAN, name="Perplexity"),
+    Number("damage", "loss_above_plan", where=JUDGED, only="plan_better", name="Random controls beaten", of="random controls"),
+    Number("damage", "js_divergence", where=PLAN, name="JS divergence"),
+    Number("damage", "bytes_share", where=PLAN, name="Share of the original's bytes"),
+    Number("damage", "measured_error", where=LAYERS, name="Measured error, worst layer"),
+    Number("damage", "predicted_error", where=NOT_MEASURED, name="Predicted error, worst layer"),
+    Number("clusters", "members", only="dominant", name="Experts left", of="experts"),
+]
+FINDINGS = [
+    Said("damage", "loss_increase", where=f"{PLAN} and loss_increase_low.notna() and loss_increase_high.notna()", text="Loss above the original's: {value} nats per token{interval} (95 % interval over {judged_documents} held-out documents).", figure="damage_by_model"),
+    Said("damage", "loss_increase", where=f"{PLAN} and (loss_increase_low.isna() or loss_increase_high.isna())", text="Loss above the original's: {value} nats per token; {judged_documents} held-out documents are too few for intervals, so no claim follows.", figure="damage_by_model"),
+    Said("damage", "loss_above_plan", where=JUDGED, only="plan_better", pick="smallest", text="Random controls: the plan beats {count} of {total}; their loss is {span} nats per token above the plan's.", otherwise="Random controls: the plan beats none of {total}; their loss is {span} nats per token above the plan's.", figure="damage_by_model"),
+    Said("damage", "loss_above_plan", where=JUDGED, only="plan_worse", pick="smallest", text="Random controls that beat the plan: {count} of {total}.", figure="damage_by_model"),
+    Said("damage", "perplexity", where=PLAN, text="Perplexity on held-out text: {value} ({chance}).", figure="damage_by_model"),
+    Said("damage", "perplexity", where=CONTROLS, text="Perplexity of {total} random controls: {span} (original: {perplexity_original}).", figure="damage_by_model"),
+    Said("damage", "js_divergence", where=PLAN, text="Next-token JS divergence from the original: {value}{interval} of at most 0.693 nats.", figure="damage_by_model"),
+    Said("damage", "js_divergence", where=CONTROLS, text="JS divergence of {total} random controls: {span} nats.", figure="damage_by_model"),
+    Said("damage", "measured_error", where=LAYERS, text=f"Measured {ERROR}.", figure="damage_by_layer"),
+    Said("damage", "predicted_error", where=NOT_MEASURED, text=f"Predicted {ERROR}.", figure="damage_by_layer"),
+    Said("saliency", "rank", where=RANKED, only="undecided", text="Pruning cut: {count} of {total} keep/drop decisions could flip on other text (95 % interval of the rank; uninformative score: all).", otherwise="Pruning cut: none of {total} keep/drop decisions could flip on other text (95 % interval of the rank).", figure="rank_intervals"),
+    Said("group_sizes", "largest", pick="largest", text="Largest group: {largest} members, {place}.", figure="group_sizes"),
+]
+# fmt: on
 
 
 def summary(run: Run) -> Summary:
     """Coverage, key numbers and findings, each with the original's value and the random controls'."""
     tables = all_rows(run, Selection())
-    return Summary(coverage(run), findings(run, tables), key_numbers(tables))
+    found = [*what_was_done(run, tables), *say_all(FINDINGS, tables, TABLES)]
+    return Summary(coverage(run), found, key_numbers(NUMBERS, tables, TABLES))
 
 
 def coverage(run: Run) -> list[str]:
@@ -75,138 +81,30 @@ def coverage(run: Run) -> list[str]:
     return lines
 
 
-def key_numbers(tables: Tables) -> list[KeyNumber]:
-    model = model_rows(tables)
-    plan, controls = of_plan(tables, model).iloc[0], of_controls(tables, model)
+def what_was_done(run: Run, tables: Tables) -> list[str]:
+    """Experts before and after, and the size of the tensors."""
     clusters = tables["clusters"]
-    left = clusters[clusters["kept"].astype(bool)].groupby("layer")["cluster"].nunique()
-    compared = verdict(controls).removeprefix("; ")
-    numbers = [  # name, value, level of the controls, unit, word, end of the bar
-        ("Perplexity", plan["perplexity"], controls["perplexity"].mean(), "", compared, None),
-        ("Perplexity of the original", plan["perplexity_original"], None, "", "", None),
-        ("JS divergence", plan["js_divergence"], controls["js_divergence"].mean(), "nats", "", math.log(2)),
-        ("Share of the original's bytes", plan["bytes"] / plan["bytes_original"], None, "", "", 1.0),
-    ]
-    if column := error_column(tables):
-        layer, value, random = worst_layer(tables, column)
-        word = f"layer {layer}"
-        numbers.append((f"{ERRORS[column]} error, worst layer", value, random.mean(), "", word, None))
-    experts = len(clusters)
-    unit = f"of {experts:,}"
-    numbers.append(("Experts left", left.sum(), None, unit, "", float(experts)))
-    return [
-        KeyNumber(
-            name,
-            float(value),
-            None if chance is None or pd.isna(chance) else float(chance),
-            unit,
-            word,
-            "mean of random controls",
-            most,
-        )
-        for name, value, chance, unit, word, most in numbers
-        if pd.notna(value)
-    ]
-
-
-# --- findings
-
-
-def findings(run: Run, tables: Tables) -> list[str]:
-    """What was done, and the damage."""
-    model = model_rows(tables)
-    plan, controls = of_plan(tables, model).iloc[0], of_controls(tables, model)
-    sentences: list[str] = [compression_finding(tables)]
-    if pd.notna(plan["bytes"]):
-        saved = 100 * (1 - plan["bytes"] / plan["bytes_original"])
-        planned = "" if run.info.get("applied") else " as planned"
-        text = (
-            f"Size of the tensors{planned}: {byte_size(plan['bytes'])}, "
-            f"{number(saved)} % less than the original's {byte_size(plan['bytes_original'])}."
-        )
-        sentences.append(Finding(text, section="damage"))
-    if pd.notna(plan["perplexity"]):
-        text = (
-            f"Perplexity on held-out text: {number(plan['perplexity'])}, original "
-            f"{number(plan['perplexity_original'])}{control_range(controls['perplexity'])}."
-        )
-        sentences.append(Finding(text, figure="perplexities"))
-        sentences.append(Finding(judgement_finding(plan, controls), figure="perplexities"))
-        text = (
-            f"Next-token JS divergence from the original: {number(plan['js_divergence'])} of at most "
-            f"{number(math.log(2))} nats{control_range(controls['js_divergence'])}."
-        )
-        sentences.append(Finding(text, figure="divergences"))
-    if column := error_column(tables):
-        layer, value, random = worst_layer(tables, column)
-        text = (
-            f"{ERRORS[column]} error of the routed output: largest in layer {layer}, {number(value)}"
-            f"{control_range(random)}."
-        )
-        sentences.append(Finding(text, figure="errors_by_layer", layer=layer))
-    if ranks := rank_finding(tables):
-        sentences.append(Finding(ranks, figure="rank_intervals"))
-    return sentences
-
-
-def judgement_finding(plan: pd.Series, controls: pd.DataFrame) -> str:
-    """Loss against original and controls; nothing is claimed where a limit of an interval is unknown."""
-    documents = counted(int(plan["judged_documents"]), "held-out document")
-    if plan[["loss_increase_low", "loss_increase_high"]].isna().any():
-        needed = f"give about {5 * FEWEST_DOCUMENTS} documents: one in five is held out"
-        return f"No claim about original or random controls: {documents} give no interval; {needed}."
-    low, high = number(plan["loss_increase_low"]), number(plan["loss_increase_high"])
-    sentence = (
-        f"Loss above the original's: {number(plan['loss_increase'])} nats per token [{low}, {high}] "
-        f"(95 % interval over {documents})"
-    )
-    return f"{sentence}{verdict(controls)}."
-
-
-def compression_finding(tables: Tables) -> Finding:
-    clusters = tables["clusters"]
-    kept = clusters["kept"].astype(bool)
-    after = clusters[kept].groupby("layer")["cluster"].nunique()
     before = clusters.groupby("layer")["expert"].nunique()
-    sizes = group_sizes(clusters)
-    merged = sizes[sizes > 1]
-    parts = [f"{counted(int((~kept).sum()), 'expert')} dropped"] if not kept.all() else []
+    after = clusters.groupby("layer")["dominant"].sum()
+    dropped, merged = int((~clusters["kept"]).sum()), clusters[clusters["members"] > 1]
+    parts = [f"{counted(dropped, 'expert')} dropped"] if dropped else []
     if len(merged):
-        parts.append(f"{counted(int(merged.sum()), 'expert')} merged into {len(merged)}")
+        parts.append(f"{counted(len(merged), 'expert')} merged into {merged['dominant'].sum()}")
     text = (
         f"Compression by {clusters['method'].iloc[0]}: {span(before)} experts per layer become "
         f"{span(after)} in {counted(len(before), 'layer')} ({', '.join(parts) or 'nothing changes'})."
     )
-    return Finding(text, section="experts")
-
-
-def group_sizes(clusters: pd.DataFrame) -> pd.Series:
-    return clusters[clusters["cluster"].notna()].groupby(["layer", "cluster"]).size()
-
-
-def control_range(controls: pd.Series) -> str:
-    """The range of the random controls in parentheses; "" without them."""
-    known = controls.dropna()
-    return "" if known.empty else f" (random controls: {span(known)})"
-
-
-def rank_finding(tables: Tables) -> str | None:
-    """How many experts could be on the other side of the cut with other documents."""
-    if not cut_by_score(tables) or "saliency" not in tables or tables["saliency"]["rank_low"].isna().all():
-        return None
-    rows = tables["saliency"].merge(tables["clusters"], on=["layer", "expert"])
-    kept = rows.groupby("layer")["kept"].transform("sum")
-    if (kept == rows.groupby("layer")["kept"].transform("size")).all():
-        return None
-    unsure = (rows["rank_low"] < kept + 0.5) & (rows["rank_high"] > kept + 0.5)
-    score = score_column(tables).replace("_", " ")
-    return (
-        f"Pruning cut: {int(unsure.sum())} of {len(rows)} experts could be on either side with other "
-        f"documents, by the 95 % interval of their {score} rank (uninformative score: all)."
-    )
-
-
-# --- sections
+    found: list[str] = [Finding(text, section="experts")]
+    damage = tables["damage"]
+    sizes = damage[damage["layer"].isna()][["bytes", "bytes_original"]].dropna()
+    if len(sizes):
+        after_bytes, original = sizes.iloc[0]
+        text = (
+            f"Size of the tensors{'' if run.info.get('applied') else ' as planned'}: {byte_size(after_bytes)}, "
+            f"{number(100 * (1 - after_bytes / original))} % less than the original's {byte_size(original)}."
+        )
+        found.append(Finding(text, section="damage"))
+    return found
 
 
 def measures(run: Run) -> list[Measure]:
@@ -214,33 +112,37 @@ def measures(run: Run) -> list[Measure]:
     clusters = run.table("clusters") if "clusters" in run.tables else pd.DataFrame()
     if clusters.empty:
         return []
-    plan = clusters[clusters["method"] == clusters["method"].iloc[0]][["layer", "expert", "kept", "cluster"]]
-    removed = plan.assign(mark=~plan["kept"].astype(bool))[["layer", "expert", "mark"]]
-    crossed = " Crossed out: dropped." if removed["mark"].any() else ""
-    sizes = plan.groupby(["layer", "cluster"])["expert"].transform("size").fillna(0)
-    frame = plan[["layer", "expert", "cluster"]].assign(value=sizes, mark=removed["mark"])
+    place = ["layer", "expert"]
+    clusters = clusters.assign(mark=clusters["members"] == 0)
+    crossed = " Crossed out: dropped." if clusters["mark"].any() else ""
+    frame = clusters[[*place, "cluster", "mark"]].assign(value=clusters["members"])
     caption = f"Experts in the group that each expert joins; 1: kept alone.{crossed}"
     groups = [Measure("cluster_size", "Group size", frame, "experts", caption)]
     if "saliency" not in run.tables:
         return groups
-    saliency = run.table("saliency").merge(removed, on=["layer", "expert"])
-    measured = groups if (sizes > 1).any() else []  # a merge shows its groups, a pruning its scores
-    for name, title in (("reap", "REAP saliency"), ("tokens", "Calibration tokens")):
-        relative = saliency[name] / saliency.groupby("layer")[name].transform("mean")
-        frame = saliency[["layer", "expert", "mark"]].assign(value=relative, chance=1.0)
+    saliency = run.table("saliency")
+    rows = saliency[place].assign(mark=saliency["dropped"])
+    by = saliency["score"].iloc[0]
+    score = TABLES["saliency"].column("score").names.get(by, "")
+    found = (
+        groups if (clusters["members"] > 1).any() else []
+    )  # a merge shows its groups, a pruning its scores
+    scores = [
+        (by, "times_mean", f"Saliency ({score})"),
+        ("tokens", "tokens_times_mean", "Calibration tokens"),
+    ]
+    for name, column, title in scores if isinstance(by, str) else ():
+        frame = rows.assign(value=saliency[column], chance=1.0)
         caption = f"{title} of each expert, as a multiple of the layer's mean.{crossed}"
-        measured.append(Measure(name, title, frame, "× layer mean", caption, 1.0, True, (0.25, 4.0)))
+        found.append(Measure(name, title, frame, "× layer mean", caption, 1.0, True, (0.25, 4.0)))
     if saliency["rank_low"].notna().any():
-        score = score_column({"clusters": clusters})
-        ranks = saliency.groupby("layer")[score].rank(ascending=False, method="min")
-        columns = {"value": ranks, "low": saliency["rank_low"], "high": saliency["rank_high"]}
-        frame = saliency[["layer", "expert", "mark"]].assign(**columns)
+        ends = {"value": saliency["rank"], "low": saliency["rank_low"], "high": saliency["rank_high"]}
         caption = (
-            f"Rank of each expert's {score.replace('_', ' ')} in its layer, 1: highest, with its 95 % "
-            f"interval over documents.{crossed}"
+            f"Rank of each expert by {score} in its layer, 1: highest, with its 95 % interval over "
+            f"documents.{crossed}"
         )
-        measured.append(Measure("rank", "Saliency rank", frame, "", caption))
-    return measured
+        found.append(Measure("rank", "Saliency rank", rows.assign(**ends), "", caption))
+    return found
 
 
 def experts(run: Run) -> Iterator[LayerCards]:
@@ -273,20 +175,17 @@ def sections(run: Run, selection: Selection) -> list[Section]:
     return parts
 
 
-def drawable(specs: Sequence[FigureSpec], tables: Tables) -> list[tuple[FigureSpec, Tables]]:
-    return [(spec, tables) for spec in specs if spec.can_draw(tables)]
-
-
 def damage_section(tables: Tables, facts: dict[str, Any]) -> Section:
-    damage, model, layers = TABLES["damage"], model_rows(tables), layer_rows(tables)
-    errors = ["predicted_error", "measured_error", "router_kl"]
-    of_model = [name for name in damage.values if name not in errors]
+    table, rows = TABLES["damage"], tables["damage"]
+    of_layers = [name for name in table.values if name.startswith(PER_LAYER)]
+    of_model = [name for name in table.values if name not in of_layers]
+    whole = rows["layer"].isna()
     payloads = []
-    if model[["bytes", "perplexity"]].notna().any(axis=None):
-        payloads.append(table_payload(damage, model, ["method", *of_model], "Whole model, with controls"))
-    if layers[errors].notna().any(axis=None):
-        columns = ["method", "layer", *errors]
-        payloads.append(table_payload(damage, layers, columns, "Every layer, with controls"))
+    if rows[["bytes", "perplexity"]].notna().any(axis=None):
+        payloads = [shown_table(table, rows[whole], ["method", *of_model], "Whole model, with controls")]
+    if rows[list(PER_LAYER)].notna().any(axis=None):
+        columns = ["method", "role", "layer", *of_layers]
+        payloads.append(shown_table(table, rows[~whole], columns, "Every layer, with controls"))
     if facts.get("judged_tokens"):
         by_domain = facts.get("judged_tokens_by_domain", {})
         tokens = ", ".join(f"{name}: {count:,}" for name, count in by_domain.items())
@@ -307,16 +206,17 @@ def damage_section(tables: Tables, facts: dict[str, Any]) -> Section:
 
 
 def saliency_section(tables: Tables, facts: dict[str, Any]) -> Section:
+    table, rows = TABLES["saliency"], tables["saliency"]
     tokens = counted(facts["calibration_tokens"], "token")
-    documents = counted(facts["calibration_documents"], "document")
-    columns = [name for name in TABLES["saliency"].columns if name != "layer_name"]
-    return Section(
-        "saliency",
-        "Expert saliency",
-        f"Tokens, gate weights and output norms of each expert on {tokens} of {documents}.",
-        drawable(SALIENCY, tables),
-        [table_payload(TABLES["saliency"], tables["saliency"], columns, "Scores of every expert")],
+    score = table.column("score").names.get(rows["score"].iloc[0], "")
+    text = (
+        f"Tokens, gate weights and output norms of each expert on {tokens} of "
+        f"{counted(facts['calibration_documents'], 'document')}; ranked by {score}."
+        f"{' Crosses: dropped experts.' if rows['dropped'].eq(True).any() else ''}"
     )
+    columns = [name for name in table.columns if name not in ("layer_name", "dropped")]
+    shown = [shown_table(table, rows, columns, "Scores of every expert")]
+    return Section("saliency", "Expert saliency", text, drawable(SALIENCY, tables), shown)
 
 
 def experts_section(tables: Tables, facts: dict[str, Any]) -> Section:
@@ -330,13 +230,13 @@ def experts_section(tables: Tables, facts: dict[str, Any]) -> Section:
     before, after = facts.get("top_k_before"), facts.get("top_k")
     if after is not None and after != before:
         text += f" A token is routed to {after} experts instead of {before}."
-    sizes = group_sizes(clusters)
-    if len(merged := sizes[sizes > 1]):
+    sizes = clusters[clusters["dominant"]]["members"]
+    if (merged := sizes > 1).any():
         alone = counted(int((sizes == 1).sum()), "expert")
-        text += f" {counted(len(merged), 'group')} of {span(merged)} members, {alone} alone."
-    values = TABLES["clusters"].values if len(merged) else ("kept",)  # the others are of groups
+        text += f" {counted(int(merged.sum()), 'group')} of {span(sizes[merged])} members, {alone} alone."
+    values = TABLES["clusters"].values if merged.any() else ("kept",)  # the others are of groups
     payloads = [
-        table_payload(TABLES[name], tables[name], columns, title)
+        shown_table(TABLES[name], tables[name], columns, title)
         for name, title, columns in (
             ("clusters", "Every expert", ["layer", "expert", *values]),
             ("merges", "Every merge", ["layer", "merge", *TABLES["merges"].values]),
@@ -347,16 +247,15 @@ def experts_section(tables: Tables, facts: dict[str, Any]) -> Section:
 
 
 def distance_section(tables: Tables) -> Section:
-    table = DISTANCE_TABLES["geometry_layers"]
-    columns = [name for name in table.columns if name != "layer_name"]
-    return Section(
-        "distances",
-        "Distances within merged groups",
+    table = OF_PAIRS["geometry_layers"]
+    columns = [name for name in table.columns if name not in ("layer_name", "matched_l2", "matched_sv")]
+    text = (
         "Dominant member against each other member, in stored order and with neurons matched. Grey: "
-        "unrelated experts, and random ones after matching.",
-        drawable(EXPERT_DISTANCE, tables),
-        [table_payload(table, tables[table.name], columns, "Every layer")],
+        "unrelated experts, and random ones after matching."
     )
+    shown = [shown_table(table, tables[table.name], columns, "Every layer")]
+    title = "Distances within merged groups"
+    return Section("distances", title, text, drawable(DISTANCES, tables), shown)
 
 
 def fitting_text(settings: dict[str, Any]) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import numpy as np
@@ -13,51 +13,59 @@ from moescope.compression.calibration import Sums
 from moescope.compression.ean import ean
 from moescope.compression.frequency import frequency
 from moescope.compression.gate_weight import gate_weight
-from moescope.compression.grouping import Grouping
+from moescope.compression.merging import Grouping
+from moescope.compression.method import Method
+from moescope.compression.pruning import Score, layer_sums, score_experts
 from moescope.compression.reap import reap
-from moescope.compression.saliency import Score, layer_sums, score_experts
+from moescope.compression.tables import PER_LAYER
 from moescope.families import MoeCheckpoint
 from moescope.geometry.pairs import layer_geometry
-from moescope.statistics import FEWEST_DOCUMENTS
+from moescope.statistics import FEWEST_DOCUMENTS, TAILS, resampled_sums
 from moescope.types import Array, Plan
 
 MOST_PAIRS = 32  # compared per layer: matching and decomposing more would take longer than planning
 RESAMPLED = 1000
-CONFIDENCE = 0.95
-# what `judging.judged_differences` gives per model; the last six of controls only
-JUDGED = (
-    *("perplexity", "loss_increase", "loss_increase_low", "loss_increase_high"),
-    *("js_divergence", "js_divergence_low", "js_divergence_high"),
-    *("loss_above_plan", "loss_above_plan_low", "loss_above_plan_high"),
-    *("js_above_plan", "js_above_plan_low", "js_above_plan_high"),
-)
+# what `judged_differences` gives per model; the last two of controls only, and each with its interval
+COMPARED = ("loss_increase", "js_divergence", "loss_above_plan", "js_above_plan")
+SIZES = ("1", "2", "3", "4", "5+")  # of groups
+Kept = Mapping[int, Collection[int]]
+JUDGED = ("perplexity", *(f"{name}{end}" for name in COMPARED for end in ("", "_low", "_high")))
 
 
 def cluster_rows(plan: Plan, layer_names: Mapping[int, str]) -> pd.DataFrame:
     """The table `clusters`: what becomes of every expert."""
     rows = []
     for layer in plan.layers:
-        cluster = {expert: number for number, group in enumerate(layer.groups) for expert in group}
-        weight = {
-            expert: share
-            for group, shares in zip(layer.groups, layer.weights, strict=True)
+        pairs = zip(layer.groups, layer.weights, strict=True)
+        members = {
+            expert: (number, share)
+            for number, (group, shares) in enumerate(pairs)
             for expert, share in zip(group, shares, strict=True)
         }
-        rows += [
-            {
-                "method": plan.method,
-                "layer": layer.layer,
-                "layer_name": layer_names[layer.layer],
-                "expert": expert,
-                "cluster": cluster.get(expert),
-                "dominant": expert in layer.dominants,
-                "weight": weight.get(expert),
-                "kept": expert in cluster,
-                "chance_alone": alone_by_chance(len(cluster), len(layer.groups)),
-            }
-            for expert in range(layer.n_experts)
-        ]
-    return pd.DataFrame(rows).astype({"cluster": "Int64"})
+        keys = {"method": plan.method, "layer": layer.layer, "layer_name": layer_names[layer.layer]}
+        keys["chance_alone"] = alone_by_chance(len(members), len(layer.groups))
+        for expert in range(layer.n_experts):
+            cluster, weight = members.get(expert, (None, None))
+            of_cluster = {"cluster": cluster, "dominant": expert in layer.dominants, "weight": weight}
+            rows.append({**keys, "expert": expert, **of_cluster, "kept": expert in members})
+    frame = pd.DataFrame(rows).astype({"cluster": "Int64"})
+    sizes = frame.groupby(["layer", "cluster"])["expert"].transform("size")
+    return frame.assign(members=sizes.fillna(0).astype(int))
+
+
+def group_size_rows(clusters: pd.DataFrame) -> pd.DataFrame | None:
+    """The table `group_sizes`: how many groups of a layer have how many members; None without merges."""
+    if (clusters["members"] < 2).all():
+        return None
+    groups = clusters[clusters["dominant"] & clusters["kept"]]
+    size = groups["members"].clip(upper=len(SIZES)).map(dict(enumerate(SIZES, start=1))).rename("size")
+    counts = groups.groupby(["layer", "layer_name", size]).size().unstack(fill_value=0)
+    present = [name for name in SIZES if name == SIZES[0] or name in counts]
+    counts = counts.reindex(columns=pd.Index(present, name="size"), fill_value=0)
+    frame = counts.stack().rename("groups").reset_index()
+    by_layer = clusters.groupby("layer").agg(largest=("members", "max"), alone=("chance_alone", "first"))
+    frame = frame.merge(by_layer, on="layer")
+    return frame.assign(groups_chance=frame.pop("alone").where(frame["size"] == SIZES[0]))
 
 
 def alone_by_chance(n_experts: int, groups: int) -> float:
@@ -70,88 +78,101 @@ def merge_rows(
 ) -> pd.DataFrame | None:
     """The table `merges`; None where no merges led to the groups."""
     rows = [
-        {
-            "method": method,
-            "layer": layer,
-            "layer_name": layer_names[layer],
-            "merge": number,
-            "left": merge.left,
-            "right": merge.right,
-            "height": merge.height,
-            "chance_height": grouping.unrelated,
-            "size": merge.size,
-            "done": merge.done,
-        }
+        {"layer": layer, "merge": number, "chance_height": grouping.unrelated, **vars(merge)}
         for layer, grouping in groupings.items()
         for number, merge in enumerate(grouping.merges)
     ]
-    return pd.DataFrame(rows) if rows else None
+    names = [layer_names[row["layer"]] for row in rows]
+    return pd.DataFrame(rows).assign(method=method, layer_name=names) if rows else None
 
 
-def damage_rows(
-    plan: Plan,
-    layer_names: Mapping[int, str],
-    predicted: Mapping[str, Mapping[str, Any]],
-    judged: Mapping[str, Mapping[str, Any]],
-    perplexity_original: float | None,
-    judged_documents: int | None,
-    bytes_after_before: tuple[int | None, int | None],
-) -> pd.DataFrame:
-    """The table `damage`: one row per layer and one for the whole model, of the plan and of every control."""
-    after, before = bytes_after_before
+def damage_rows(plan: Plan, layer_names: Mapping[int, str], record: Mapping[str, Any]) -> pd.DataFrame:
+    """The table `damage`: one row per layer and one for the whole model, of the plan and of every control.
+
+    `record` holds what the tasks found.
+    """
+    after, before = record["bytes"]
+    predicted, judged = record.get("predicted", {}), record.get("models", {})
     rows: list[dict[str, Any]] = []
     for method in dict.fromkeys([plan.method, *predicted, *judged]):
         measured = judged.get(method, {})
-        for layer, name in layer_names.items():
-            error, kl = predicted.get(method, {}).get(str(layer), (None, None))
-            rows.append(
-                {
-                    "method": method,
-                    "layer": layer,
-                    "layer_name": name,
-                    "predicted_error": error,
-                    "measured_error": measured.get("errors", {}).get(str(layer)),
-                    "router_kl": kl,
-                }
-            )
+        errors, damage = measured.get("errors", {}), predicted.get(method, {})
+        rows += [
+            {
+                "method": method,
+                "layer": layer,
+                "layer_name": name,
+                "predicted_error": damage.get(str(layer), (None, None))[0],
+                "measured_error": errors.get(str(layer)),
+                "router_kl": damage.get(str(layer), (None, None))[1],
+            }
+            for layer, name in layer_names.items()
+        ]
         rows.append(
             {
                 "method": method,
-                "layer": None,
-                "layer_name": None,
                 **{name: measured.get(name) for name in JUDGED},
-                "perplexity_original": perplexity_original,
-                "judged_documents": judged_documents,
+                "perplexity_original": record.get("perplexity_original"),
+                "judged_documents": record.get("facts", {}).get("judged_documents"),
                 "bytes": after,  # a control keeps as many experts, so it is as large as the plan
                 "bytes_original": before,
             }
         )
     integers = ("layer", "judged_documents", "bytes", "bytes_original")
     floats = ("predicted_error", "measured_error", "router_kl", "perplexity_original", *JUDGED)
-    return pd.DataFrame(rows).astype(dict.fromkeys(integers, "Int64") | dict.fromkeys(floats, "float64"))
+    frame = pd.DataFrame(rows, columns=["method", "layer_name", *integers, *floats])
+    frame = frame.astype(dict.fromkeys(integers, "Int64") | dict.fromkeys(floats, "float64"))
+    return beside_controls(frame.assign(role=np.where(frame["method"] == plan.method, "plan", "control")))
+
+
+def beside_controls(damage: pd.DataFrame) -> pd.DataFrame:
+    """Add what the plan's rows are compared with: mean and range of the controls, and who is better."""
+    plan, controls = (damage[damage["role"] == role] for role in ("plan", "control"))
+    for name in PER_LAYER:
+        for end, how in (("", "mean"), ("_low", "min"), ("_high", "max")):
+            levels = controls.groupby("layer")[name].agg(how)
+            damage[f"{name}_controls{end}"] = plan["layer"].map(levels).astype("float64")
+    low, high = damage["loss_above_plan_low"], damage["loss_above_plan_high"]
+    unknown = low.isna() | high.isna()
+    return damage.assign(
+        plan_better=(low > 0).astype("boolean").mask(unknown),
+        plan_worse=(high < 0).astype("boolean").mask(unknown),
+        bytes_share=(damage["bytes"] / damage["bytes_original"]).astype("float64"),
+    )
 
 
 def saliency_rows(
-    sums: Sums, layer_names: Mapping[int, str], ranked_by: Score, documents: int, seed: int
+    sums: Sums, layer_names: Mapping[int, str], method: Method, documents: int, seed: int, kept: Kept
 ) -> pd.DataFrame:
-    """The table `saliency`: every expert's scores, and the interval of its rank by the score that decides."""
+    """The table `saliency`: every expert's scores, and the interval of its rank by the score that decides.
+
+    `kept` is layer -> the experts that the plan does not drop. Without a score of the method REAP ranks.
+    """
+    name_of = method.name if method.score is not None else "reap"
+    ranked_by = method.score or reap
+    scores = {"tokens": frequency, "gate_weight": gate_weight, "ean": ean, "reap": reap}
     frames = []
     for layer, layer_name in layer_names.items():
+        columns: dict[str, Any] = {name: score_experts(sums, layer, score) for name, score in scores.items()}
+        frame = pd.DataFrame(columns).astype({"tokens": np.int64})
         low, high = rank_intervals(sums, layer, ranked_by, documents, seed)
-        tokens = score_experts(sums, layer, frequency).astype(np.int64)
-        columns: dict[str, Any] = {
-            "layer": layer,
-            "layer_name": layer_name,
-            "expert": range(len(tokens)),
-            "tokens": tokens,
-            "gate_weight": score_experts(sums, layer, gate_weight),
-            "ean": score_experts(sums, layer, ean),
-            "reap": score_experts(sums, layer, reap),
-            "rank_low": low,
-            "rank_high": high,
+        score = score_experts(sums, layer, ranked_by)
+        dropped = ~frame.index.isin(kept[layer])
+        cut = (~dropped).sum() + 0.5 if dropped.any() and method.score is not None else np.nan
+        columns = {
+            **{"layer": layer, "layer_name": layer_name, "expert": frame.index, "score": name_of},
+            **{"rank_low": low, "rank_high": high, "rank": stats.rankdata(-score), "cut": cut},
+            **{"times_mean": times_mean(score), "tokens_times_mean": times_mean(columns["tokens"])},
+            **{"dropped": dropped, "undecided": (low < cut) & (high > cut)},
+            "fate": np.where(dropped, "dropped", "kept"),
         }
-        frames.append(pd.DataFrame(columns))
+        frames.append(frame.assign(**columns))
     return pd.concat(frames, ignore_index=True)
+
+
+def times_mean(score: Array) -> Array:
+    """Scores over their mean; 1 where all are 0."""
+    return np.asarray(score / score.mean() if score.any() else np.ones(len(score)))
 
 
 def rank_intervals(sums: Sums, layer: int, score: Score, documents: int, seed: int) -> tuple[Array, Array]:
@@ -161,13 +182,13 @@ def rank_intervals(sums: Sums, layer: int, score: Score, documents: int, seed: i
     """
     totals = layer_sums(sums, layer)
     used = totals["tokens_BE"].any(1)
-    n, n_experts = int(used.sum()), totals["tokens_BE"].shape[1]
-    if documents < FEWEST_DOCUMENTS or n < 2:
-        return np.full(n_experts, np.nan), np.full(n_experts, np.nan)
-    drawn_NB = np.random.default_rng((seed, layer)).multinomial(n, np.full(n, 1 / n), size=RESAMPLED)
-    resampled = {name: drawn_NB @ value[used] for name, value in totals.items()}
-    ranks_NE = stats.rankdata(-score(resampled), axis=1)
-    low, high = np.quantile(ranks_NE, [0.5 - CONFIDENCE / 2, 0.5 + CONFIDENCE / 2], axis=0)
+    if documents < FEWEST_DOCUMENTS or used.sum() < 2:
+        unknown = np.full(totals["tokens_BE"].shape[1], np.nan)
+        return unknown, unknown
+    generator = np.random.default_rng((seed, layer))
+    resampled = resampled_sums([value[used] for value in totals.values()], generator, RESAMPLED)
+    ranks_NE = stats.rankdata(-score(dict(zip(totals, resampled, strict=True))), axis=1)
+    low, high = np.quantile(ranks_NE, TAILS, axis=0)
     return low, high
 
 
@@ -192,10 +213,10 @@ def cluster_pairs(plan: Plan, seed: int) -> dict[int, list[tuple[int, int]]]:
 def cluster_geometry(moe: MoeCheckpoint, plan: Plan, device: str, seed: int) -> dict[str, pd.DataFrame]:
     """The tables of the expert-distance chart of a plan's groups, without and with matching."""
     base = plan.method.removesuffix("_permuted")
-    series = {base: "none", f"{base}_permuted": "unsigned" if plan.matching == "unsigned" else "signed"}
-    parts: dict[str, list[pd.DataFrame]] = {"geometry": [], "geometry_layers": []}
-    for layer, pairs in cluster_pairs(plan, seed).items():
-        weights = moe.layers[layer]
-        for name, frame in layer_geometry(weights, weights, pairs, series, device=device, seed=seed).items():
-            parts[name].append(frame)
-    return {name: pd.concat(frames, ignore_index=True) for name, frames in parts.items() if frames}
+    series = {base: "none", f"{base}_permuted": "signed"}
+    found = [
+        layer_geometry(moe.layers[layer], moe.layers[layer], pairs, series, device=device, seed=seed)
+        for layer, pairs in cluster_pairs(plan, seed).items()
+    ]
+    names = found[0] if found else ()
+    return {name: pd.concat([frames[name] for frames in found], ignore_index=True) for name in names}

@@ -2,37 +2,40 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from moescope.checkpoint import open_checkpoint
-from moescope.compression.applying import apply_plan, check_fits, new_layers, new_top_k, planned_bytes
-from moescope.compression.calibration import save_sums
-from moescope.compression.calibration_text import (
+from moescope.compression.applying import apply_plan, check_fits, new_layers, planned_bytes
+from moescope.compression.calibration import (
     CALIBRATION_FILE,
     Calibration,
-    CalibrationText,
-    EarlierSums,
     all_sums,
     calibrate_text,
     load_calibration,
     load_earlier_sums,
+    save_sums,
 )
-from moescope.compression.damage import predict
-from moescope.compression.judging import check_judgeable, judge_models
-from moescope.compression.merging import check_adaptive
+from moescope.compression.damage import check_judgeable, judge_models, predict
 from moescope.compression.method import Evidence, Method, PlanSettings, Proposal, rescaling_warnings
 from moescope.compression.methods import check_settings, method_named
 from moescope.compression.plan import Fits, checkpoint_mark, read_plan, write_plan
 from moescope.compression.pruning import keep_counts
-from moescope.compression.reap import reap
-from moescope.compression.rows import cluster_geometry, cluster_rows, damage_rows, merge_rows, saliency_rows
+from moescope.compression.rows import (
+    cluster_geometry,
+    cluster_rows,
+    damage_rows,
+    group_size_rows,
+    merge_rows,
+    saliency_rows,
+)
 from moescope.decoder.routers import Router, router_class
 from moescope.errors import BadInput
 from moescope.execution.adapters import find_blocks
+from moescope.execution.evaluation import SplitText
 from moescope.families import MoeCheckpoint
 from moescope.families.writing import MoePlan, NewLayer, plan_moe
 from moescope.progress import progress
@@ -57,7 +60,7 @@ class Work:
     apply: Path | None
     judge: bool
     controls: int
-    earlier: tuple[EarlierSums, ...] = ()
+    earlier: tuple[Calibration, ...] = ()  # the sums of other texts
 
     @property
     def layer_names(self) -> dict[int, str]:
@@ -65,8 +68,8 @@ class Work:
 
     def control_seeds(self) -> dict[str, int]:
         """Name -> seed of every control; none has the seed of the plan."""
-        seeds = [self.settings.seed + number for number in range(1, self.controls + 1)]
-        return {f"random (seed {seed})": seed for seed in seeds}
+        first = self.settings.seed + 1
+        return {f"random (seed {seed})": seed for seed in range(first, first + self.controls)}
 
 
 # --- before any work
@@ -85,14 +88,14 @@ def prepare(
     with_text: bool,
 ) -> Work:
     """Validate the inputs against headers, before any work."""
-    if (router := lab_router(moe)) is not None and not router.routes:
-        raise BadInput(f"{moe.checkpoint.shown}: a dense model has one expert per layer, nothing to compress")
+    shown, router = moe.checkpoint.shown, lab_router(moe)
+    if router is not None and not router.routes:
+        raise BadInput(f"{shown}: a dense model has one expert per layer, nothing to compress")
     target = None if apply is None else Path(apply).expanduser().resolve()
-    loaded: tuple[Plan, Fits] | None = None
-    if plan is not None:
-        if method is not None or keep is not None:
-            raise BadInput("--plan already defines method and experts; omit --method and --keep, or --plan")
-        loaded = read_plan(plan)
+    if plan is not None and (method is not None or keep is not None):
+        raise BadInput("--plan already defines method and experts; omit --method and --keep, or --plan")
+    loaded = None if plan is None else read_plan(plan)
+    if loaded is not None:
         check_fits(moe, *loaded)
         tied = loaded[0].router == "tie"
         if tied and (target is not None or not judge):
@@ -104,56 +107,44 @@ def prepare(
             raise BadInput(f"{plan}: a plan is applied to a folder; give --apply DIR")
         if not tied:
             planned_bytes(moe, *loaded)
-        chosen = method_named(loaded[0].method)
+        chosen, plan_settings = method_named(loaded[0].method), dict(loaded[0].settings)
         counts = {layer.layer: len(layer.groups) for layer in loaded[0].layers}
-        plan_settings = dict(loaded[0].settings)
         stored: Any = {name: value for name, value in plan_settings.items() if name in asdict(settings)}
         settings = replace(settings, **stored)
-        check_stored_settings(str(plan), chosen, settings)
+        if type(settings.seed) is not int or settings.seed < 0:
+            raise BadInput(f"{plan}: its setting seed {settings.seed!r:.40} is not supported; plan again")
+        check_settings(chosen, settings, written=False)
     else:
         if keep is None:
             raise BadInput("the number of experts to keep is missing; give --keep 0.5, or --keep 4")
         chosen = method_named(method or DEFAULT_METHOD)
         check_settings(chosen, settings, target is not None)
-        if settings.adaptive:
-            check_adaptive(moe)
         counts = keep_counts(moe, keep, chosen.merges)
         plan_settings = {
             "keep": str(keep),
             **(asdict(settings) if chosen.merges else {"seed": settings.seed}),
         }
         if target is not None:
-            top_k = min(counts.values()) if chosen.merges else None
             before = [weights.top_k for weights in moe.layers.values() if weights.top_k is not None]
-            lowered = top_k if top_k is not None and before and top_k < max(before) else None
+            fewest = min(counts.values())
+            lowered = fewest if chosen.merges and before and fewest < max(before) else None
             plan_moe(moe, {layer: NewLayer(range(count)) for layer, count in counts.items()}, lowered)
     if controls is None:
         controls = 3 if moe.checkpoint.bytes() <= SMALL else 1
-    check_router(moe, chosen, settings.sequential)
-    earlier = tuple(load_earlier_sums(Path(location), moe) for location in add)
+    if router is not None and chosen.needs_logits and not router.has_logits:
+        raise BadInput(
+            f"{shown}: its router, {router.name}, has no logits for {chosen.name}; "
+            "merge with hc_smoe or weights, or prune with reap"
+        )
+    earlier = tuple(load_earlier_sums(location, moe) for location in add)
     if earlier and chosen.merges and not with_text:
         raise BadInput(f"method {chosen.name} needs states of a text besides sums; give --text with --add")
     if chosen.needs_text and not with_text and not earlier and plan is None:
         raise BadInput(
             f"method {chosen.name} {chosen.summary}, so it needs a text; give --text PATH, or --method random"
         )
-    for needs, option in (
-        (settings.sequential, "--sequential"),
-        (settings.merge_weights == "saliency", "--merge-weights saliency"),
-    ):
-        if needs and not with_text and plan is None:
-            raise BadInput(f"{option} needs a text; give --text PATH, or omit it")
-    judges = judge and (target is not None or settings.router == "tie")
-    return Work(moe, chosen, counts, settings, plan_settings, loaded, target, judges, controls, earlier)
-
-
-def check_stored_settings(plan: str, method: Method, settings: PlanSettings) -> None:
-    """Raise for settings in plan.json of another kind than a user can give."""
-    for name, default in asdict(PlanSettings()).items():
-        value = getattr(settings, name)
-        if type(value) is not type(default) or (name == "seed" and value < 0):
-            raise BadInput(f"{plan}: its setting {name} {value!r:.40} is not supported; plan again")
-    check_settings(method, settings, written=False)
+    judge = judge and (target is not None or settings.router == "tie")
+    return Work(moe, chosen, counts, settings, plan_settings, loaded, target, judge, controls, earlier)
 
 
 def lab_router(moe: MoeCheckpoint) -> type[Router] | None:
@@ -162,38 +153,30 @@ def lab_router(moe: MoeCheckpoint) -> type[Router] | None:
     return router_class(str(lab.get("router"))) if isinstance(lab, dict) else None
 
 
-def check_router(moe: MoeCheckpoint, method: Method, sequential: bool) -> None:
-    """Raise for a lab router that the method cannot compress."""
-    router = lab_router(moe)
-    if router is None or not method.merges:
-        return
-    if method.needs_logits and not router.has_logits:
-        raise BadInput(
-            f"{moe.checkpoint.shown}: its router, {router.name}, has no logits for {method.name}; "
-            "merge with hc_smoe or weights, or prune with reap"
-        )
-    if sequential and any(weights.router_state for weights in moe.layers.values()):
-        raise BadInput(
-            f"{moe.checkpoint.shown}: its router, {router.name}, has more state per expert than a row, which "
-            "sequential merging does not support; omit --sequential"
-        )
-
-
 # --- the steps
 
 
-def carry_out(writer: RunWriter, work: Work, text: CalibrationText | None, device: str, quiet: bool) -> Run:
+def carry_out(writer: RunWriter, work: Work, text: SplitText | None, device: str, quiet: bool) -> Run:
     """Calibrate, plan, apply, judge; then write the tables."""
     done = writer.done_tasks()
     calibration = calibrate_step(writer, work, text, quiet) if text is not None else None
-    evidence = gather_evidence(work, calibration, text)
-    cache: dict[int, tuple[Plan, Fits]] = {}
+    texts = [*([calibration] if calibration else []), *work.earlier]
+    evidence = Evidence(work.moe, work.keep, work.settings, all_sums(texts))
+    if calibration is not None and text is not None:
+        states, gating = calibration.states, calibration.gating
+        evidence = replace(evidence, states=states, gating=gating, traced=lambda: text.traced)
+    made: dict[int, tuple[Plan, Fits]] = {}
 
     def control(seed: int, plan: Plan) -> tuple[Plan, Fits]:
-        """The control with that seed, made once for prediction and judging."""
-        if seed not in cache:
-            cache[seed] = plan_control(work, evidence, seed, plan)
-        return cache[seed]
+        """A random plan with as many experts per layer, in groups of the same sizes, matched as the plan's.
+
+        It is made once for prediction and judging.
+        """
+        if seed not in made:
+            method = method_named(work.method.control)
+            random = replace(evidence, settings=replace(work.settings, seed=seed), control_of=plan)
+            made[seed] = as_plan(work, method, method.propose(random), {"seed": seed})
+        return made[seed]
 
     if "plan" not in done:
         plan_step(writer, work, evidence, calibration, text, control, device)
@@ -202,16 +185,15 @@ def carry_out(writer: RunWriter, work: Work, text: CalibrationText | None, devic
         apply_step(writer, work, plan, fits, quiet)
     if work.judge and text is not None and "judged" not in done:
         controls = [(name, *control(seed, plan)) for name, seed in work.control_seeds().items()]
-        compressed = (work.method.name, plan, fits)
-        seed = work.settings.seed
+        compressed, seed = (work.method.name, plan, fits), work.settings.seed
         with writer.timed("judge"):
             results = judge_models(writer, text, work.moe, seed, compressed, work.apply, controls, quiet)
         writer.flush_task("judged", {}, results)
         writer.save_info()
-    return finish(writer, work, plan, calibration)
+    return finish(writer, work, plan, calibration, texts)
 
 
-def calibrate_step(writer: RunWriter, work: Work, text: CalibrationText, quiet: bool) -> Calibration:
+def calibrate_step(writer: RunWriter, work: Work, text: SplitText, quiet: bool) -> Calibration:
     if "calibration" not in writer.done_tasks():
         with writer.timed("load"):
             reader = text.reader
@@ -220,28 +202,14 @@ def calibrate_step(writer: RunWriter, work: Work, text: CalibrationText, quiet: 
         (writer.path / "parts").mkdir(exist_ok=True)
         file = leftover_name(writer.path / "parts")
         with writer.timed("calibrate"), progress(text.settings.max_tokens, 0, "tokens", quiet) as advance:
-            shown, makers = partial(advance, "calibrating"), work.method.collectors
-            if text.execution is not None:
-                text.execution.on_total = lambda tokens: shown(0, tokens)
-            calibrate_text(text, work.moe, makers, work.settings.seed, file, shown)
-        if text.execution is not None:
-            text.execution.on_total = lambda tokens: None
+            assert text.execution is not None
+            show = partial(advance, "calibrating")
+            text.execution.on_total = partial(show, 0)
+            calibrate_text(text, work.moe, work.method.collectors, work.settings.seed, file, show)
+        text.execution.on_total = lambda tokens: None
         writer.flush_task("calibration", {}, {}, files={CALIBRATION_FILE: file})
         writer.save_info()
     return load_calibration(writer.path / "parts" / "calibration" / CALIBRATION_FILE)
-
-
-def gather_evidence(work: Work, calibration: Calibration | None, text: CalibrationText | None) -> Evidence:
-    evidence = Evidence(work.moe, work.keep, work.settings, all_sums(calibration, work.earlier))
-    if calibration is None or text is None:
-        return evidence
-    return replace(
-        evidence,
-        states=calibration.states,
-        gating=calibration.gating,
-        traced=lambda: text.traced,
-        recalibrate=text.calibrate,
-    )
 
 
 def plan_step(
@@ -249,7 +217,7 @@ def plan_step(
     work: Work,
     evidence: Evidence,
     calibration: Calibration | None,
-    text: CalibrationText | None,
+    text: SplitText | None,
     control: Callable[[int, Plan], tuple[Plan, Fits]],
     device: str,
 ) -> None:
@@ -289,34 +257,18 @@ def plan_step(
     writer.save_info()
 
 
-def as_plan(work: Work, method: Method, proposal: Proposal, settings: dict[str, Any]) -> tuple[Plan, Fits]:
-    plan = Plan(
-        method.name,
-        checkpoint_mark(work.moe.checkpoint),
-        proposal.layers,
-        proposal.matching,
-        proposal.router,
-        proposal.top_k,
-        {**settings, **proposal.facts},
-    )
-    return plan, proposal.fits
-
-
-def plan_control(work: Work, evidence: Evidence, seed: int, plan: Plan) -> tuple[Plan, Fits]:
-    """A random plan with as many experts per layer, in groups of the same sizes, matched as the plan's."""
-    method = method_named(work.method.control)
-    settings = replace(work.settings, seed=seed, sequential=False)
-    proposal = method.propose(replace(evidence, settings=settings, control_of=plan))
-    return as_plan(work, method, proposal, {"seed": seed})
+def as_plan(work: Work, method: Method, made: Proposal, settings: dict[str, Any]) -> tuple[Plan, Fits]:
+    decided = (made.layers, made.matching, made.router, made.top_k, {**settings, **made.facts})
+    return Plan(method.name, checkpoint_mark(work.moe.checkpoint), *decided), made.fits
 
 
 def predict_damage(
-    work: Work, plan: Plan, fits: Fits, calibration: Calibration, text: CalibrationText
+    work: Work, plan: Plan, fits: Fits, calibration: Calibration, text: SplitText
 ) -> tuple[dict[str, list[float | None]], list[float]]:
     """Layer -> error and router KL; and gate scales of layers whose gating was not recognised."""
-    gating = calibration.gating
-    blocks = {block.layer: block for block in find_blocks(text.traced.model)}
-    damage = predict(text.traced, plan, fits, calibration.states, gating, blocks, work.moe)
+    traced, states, gating = text.traced, calibration.states, calibration.gating
+    blocks = {block.layer: block for block in find_blocks(traced.model)}
+    damage = predict(traced, plan, fits, states, gating, blocks, work.moe)
     scales = [
         predicted.gate_scale
         for layer, predicted in damage.items()
@@ -328,7 +280,7 @@ def predict_damage(
 def apply_step(writer: RunWriter, work: Work, plan: Plan, fits: Fits, quiet: bool) -> None:
     assert work.apply is not None
     written_bytes = 0
-    planned = plan_moe(work.moe, new_layers(work.moe, plan, fits), new_top_k(work.moe, plan))
+    planned = plan_moe(work.moe, *new_layers(work.moe, plan, fits))
     # A checkpoint appears complete or not at all: one that is there was written before a kill.
     if "applying" not in writer.done_tasks() or not is_written(work.apply, planned):
         if "applying" not in writer.done_tasks():
@@ -358,9 +310,10 @@ def is_written(folder: Path, planned: MoePlan) -> bool:
 # --- the end of the run
 
 
-def finish(writer: RunWriter, work: Work, plan: Plan, calibration: Calibration | None) -> Run:
+def finish(
+    writer: RunWriter, work: Work, plan: Plan, calibration: Calibration | None, texts: Sequence[Calibration]
+) -> Run:
     """Write the tables from the plan, the sums and the tasks' records, and close the run."""
-    texts: list[Calibration | EarlierSums] = [*([calibration] if calibration else []), *work.earlier]
     documents, tokens = sum(text.documents for text in texts), sum(text.tokens for text in texts)
     warnings: list[str] = [] if calibration is None else calibration.warnings(documents)
     record: dict[str, Any] = {}
@@ -368,12 +321,10 @@ def finish(writer: RunWriter, work: Work, plan: Plan, calibration: Calibration |
         warnings += task.pop("warnings", [])
         record |= task
     names = work.layer_names
-    predicted, judged = record.get("predicted", {}), record.get("models", {})
-    original = (record.get("perplexity_original"), record.get("facts", {}).get("judged_documents"))
-    frames = {
-        "clusters": cluster_rows(plan, names),
-        "damage": damage_rows(plan, names, predicted, judged, *original, record["bytes"]),
-    }
+    clusters = cluster_rows(plan, names)
+    frames = {"clusters": clusters, "damage": damage_rows(plan, names, record)}
+    if (sizes := group_size_rows(clusters)) is not None:
+        frames["group_sizes"] = sizes
     frames |= {name: writer.joined(name) for name in writer.verb.tables if writer.has(name)}
     router = lab_router(work.moe)
     facts: dict[str, Any] = {
@@ -390,41 +341,39 @@ def finish(writer: RunWriter, work: Work, plan: Plan, calibration: Calibration |
         # this text's sums only: with those of earlier runs, adding would count them twice
         header = {**calibration.facts(), "header_hash": plan.checkpoint["header_hash"]}
         save_sums(writer.path / CALIBRATION_FILE, calibration.sums, header)
-        facts |= {
-            "gating": describe_gating(calibration, router.name if router else None),
-            **calibration.facts(),
+        facts |= calibration.facts()
+        gating = calibration.gating
+        facts["gating"] = {layer: how.words() for layer, how in gating.items()} | {
+            layer: f"as the lab's {router.name if router else None} router does"
+            for layer in calibration.callable_routers
+            if layer not in gating or not gating[layer].explains
         }
-    if sums := all_sums(calibration, work.earlier):
-        score = work.method.score or reap
-        frames["saliency"] = saliency_rows(sums, names, score, documents, work.settings.seed)
+    if sums := all_sums(texts):
+        kept = {layer.layer: [one for group in layer.groups for one in group] for layer in plan.layers}
+        seed = work.settings.seed
+        frames["saliency"] = saliency_rows(sums, names, work.method, documents, seed, kept)
         facts |= {
             "calibration_documents": documents,
             "calibration_tokens": tokens,
             "ranked_by": work.method.name if work.method.score else "reap",
         }
-    if work.judge and any(run.held_out != "documents" for run in work.earlier):
-        warnings.append(
-            "sums of --add runs cover all of their text: they may include text that is judged here"
-        )
-    if plan.router == "tie":
-        warnings.append("not written: no checkpoint format can hold a router row per old expert")
-    elif work.apply is None:
-        warnings.append("not written: give --apply DIR to write and judge a checkpoint")
-    if not work.judge and (work.apply is not None or plan.router == "tie"):
-        warnings.append("not judged: " + ("no text was given" if calibration is None else "--no-judge"))
-    if work.plan is not None and work.plan[0].settings.get("held_out") == "none":
-        warnings.append(
-            "the plan was calibrated on all of its text: it may have seen text that is judged here"
-        )
+    tied, from_all = plan.router == "tie", any(run.held_out != "documents" for run in work.earlier)
+    notes = (
+        (
+            work.judge and from_all,
+            "sums of --add runs cover all of their text: they may include text that is judged here",
+        ),
+        (tied, "not written: no checkpoint format can hold a router row per old expert"),
+        (work.apply is None and not tied, "not written: give --apply DIR to write and judge a checkpoint"),
+        (
+            not work.judge and (work.apply is not None or tied),
+            f"not judged: {'no text was given' if calibration is None else '--no-judge'}",
+        ),
+        (
+            work.plan is not None and work.plan[0].settings.get("held_out") == "none",
+            "the plan was calibrated on all of its text: it may have seen text that is judged here",
+        ),
+    )
+    warnings += [note for applies, note in notes if applies]
     writer.save_info(setup=facts, warnings=list(dict.fromkeys(warnings)), applied=record.get("folder"))
     return writer.finish(frames)
-
-
-def describe_gating(calibration: Calibration, router: str | None) -> dict[int, str]:
-    """Layer -> how its router was seen to choose; the lab router's name where no gating explains it."""
-    gating = calibration.gating
-    known = {layer: how.words() for layer, how in gating.items()}
-    unexplained = [
-        layer for layer in calibration.callable_routers if layer not in gating or not gating[layer].explains
-    ]
-    return known | dict.fromkeys(unexplained, f"as the lab's {router} router does")

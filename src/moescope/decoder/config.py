@@ -5,13 +5,11 @@ token, S all slots sorted by expert, D model width, F expert hidden width, H hea
 state width.
 """
 
-from __future__ import annotations
-
 import difflib
 import math
 import types
 import typing
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
 from moescope.errors import BadInput
@@ -28,8 +26,50 @@ DTYPES = ("float32", "bfloat16")
 class ModelConfig:
     """The model.
 
-    Blocks: `modern` has pre-RMSNorm, RoPE and SwiGLU experts; `some` has post-LayerNorm, sinusoidal positions
-    and GELU experts.
+    Parameters
+    ----------
+    vocabulary
+        Entries of embedding and head; a run warns if the text leaves more than a twentieth of them unused.
+    d_model
+        Width.
+    layers
+        Blocks, each of attention and experts.
+    heads
+        Attention heads; `d_model` is a multiple of it.
+    block
+        `modern`: pre-RMSNorm, rotary positions, SwiGLU experts. `some`: post-LayerNorm, sinusoidal positions,
+        GELU experts, biases, an untied head.
+    d_ff
+        Hidden width of one expert.
+    experts
+        Experts per layer.
+    top_k
+        Experts per token; `switch_top1` and `top2` set their own.
+    router
+        A router of the lab.
+    router_options
+        Options of the router, as the table `[model.router_options]`.
+    tie_embeddings
+        The head is the embedding; `modern` only.
+    max_positions
+        The longest row. `trace` and `compress` read windows no longer than were trained
+        (`max_position_embeddings` of the checkpoint).
+    qk_norm
+        Whether queries and keys are normalised. Unset: as the layout that the router is saved in needs it;
+        Qwen3-MoE's, for gates that are not renormalised, has such norms, Mixtral's has none. Set it to
+        compare routers. `modern` only.
+    rope_base
+        Base of rotary positions.
+    norm_epsilon
+        Added under the root of every norm.
+    frozen_experts
+        Experts are random and never trained: no gradients, no optimiser state.
+    frozen_dtype
+        `float32` or `bfloat16`: how frozen experts are stored.
+    expert_init
+        `default`, `orthogonal`, `sparse` or `zero`; block `some` only.
+    match_expert_scale
+        Rescale every initialisation to the output scale of `default`; block `some` only.
     """
 
     vocabulary: int = 260
@@ -37,22 +77,20 @@ class ModelConfig:
     layers: int = 4
     heads: int = 4
     block: str = MODERN
-    d_ff: int = 128  # of one expert
+    d_ff: int = 128
     experts: int = 8
     top_k: int = 2
     router: str = "top2"
-    router_options: dict[str, Option] = field(default_factory=dict)  # see the router's OPTIONS
+    router_options: dict[str, Option] = field(default_factory=dict)
     tie_embeddings: bool = False
     max_positions: int = 1024
-    # None: as the layout that the router is saved in needs it. Qwen3-MoE's, for gates that are not
-    # renormalised, norms queries and keys; Mixtral's does not. Set it when comparing routers.
     qk_norm: bool | None = None
     rope_base: float = 10_000.0
     norm_epsilon: float = 1e-5
-    frozen_experts: bool = False  # random experts that are never trained: no gradients, no optimiser state
-    frozen_dtype: str = "float32"  # of frozen experts
-    expert_init: str = "default"  # of the GELU experts of block `some`
-    match_expert_scale: bool = False  # rescale every init to the output scale of `default`
+    frozen_experts: bool = False
+    frozen_dtype: str = "float32"
+    expert_init: str = "default"
+    match_expert_scale: bool = False
 
     @property
     def modern(self) -> bool:
@@ -64,11 +102,10 @@ def override(base: Config, table: object, where: str) -> Config:
     if not isinstance(table, dict):
         raise BadInput(f"{where} must be a table, not {table!r}")
     hints = typing.get_type_hints(type(base))
-    known = [part.name for part in fields(base)]  # type: ignore[arg-type]
     values = {}
     for key, value in table.items():
-        if key not in known:
-            raise unknown_key(f"{where}: unknown key", key, known)
+        if key not in hints:
+            raise unknown_key(f"{where}: unknown key", key, list(hints))
         values[key] = check_type(value, hints[key], f"{where}: {key}")
     return replace(base, **values)  # type: ignore[type-var]
 
@@ -79,10 +116,6 @@ WORDS = {int: "an integer", float: "a number", str: "text", bool: "true or false
 def check_type(value: Any, hint: Any, where: str) -> Any:
     """Return the value as the annotation wants it, or raise an error that names the place."""
     origin, inner = typing.get_origin(hint), typing.get_args(hint)
-    if origin is types.UnionType:
-        if any(fits(value, one) for one in inner):
-            return value
-        raise BadInput(f"{where} must be {' or '.join(WORDS[one] for one in inner)}, not {value!r}")
     if origin is tuple:
         if not isinstance(value, list | tuple):
             raise BadInput(f"{where} must be a list, not {value!r}")
@@ -91,8 +124,9 @@ def check_type(value: Any, hint: Any, where: str) -> Any:
         if not isinstance(value, dict):
             raise BadInput(f"{where} must be a table, not {value!r}")
         return {str(name): check_type(one, inner[1], f"{where}.{name}") for name, one in value.items()}
-    if not fits(value, hint):
-        raise BadInput(f"{where} must be {WORDS[hint]}, not {value!r}")
+    kinds = inner if origin is types.UnionType else (hint,)
+    if not any(fits(value, one) for one in kinds):
+        raise BadInput(f"{where} must be {' or '.join(WORDS[one] for one in kinds)}, not {value!r}")
     try:
         return float(value) if hint is float else value
     except OverflowError:

@@ -112,16 +112,15 @@ class Attention(nn.Module):
                 nn.init.normal_(projection.weight, std=0.02)
             else:
                 nn.init.uniform_(projection.weight, -bound, bound)
+                nn.init.zeros_(projection.bias)
         if modern:
             nn.init.normal_(self.o_proj.weight, std=0.02 / math.sqrt(2 * config.layers))
-        for projection in (self.q_proj, self.k_proj, self.v_proj, self.o_proj):
-            if projection.bias is not None:
-                nn.init.zeros_(projection.bias)
-        self.q_norm: nn.Module | None = None
-        self.k_norm: nn.Module | None = None
-        if uses_qk_norm(config):
-            self.q_norm = RMSNorm(D // config.heads, config.norm_epsilon, elementwise)
-            self.k_norm = RMSNorm(D // config.heads, config.norm_epsilon, elementwise)
+        else:
+            nn.init.zeros_(self.o_proj.bias)
+        self.q_norm, self.k_norm = (
+            RMSNorm(D // config.heads, config.norm_epsilon, elementwise) if uses_qk_norm(config) else None
+            for _ in range(2)
+        )
 
     def forward(
         self, x_BLD: Tensor, rotary: tuple[Tensor, Tensor] | None, cache: Cache | None = None
@@ -137,8 +136,7 @@ class Attention(nn.Module):
             q, k = self.elementwise.rotate(q, *rotary), self.elementwise.rotate(k, *rotary)
         if cache is not None:
             k, v = cache.extend(self, k, v)
-        past = k.shape[2] - q.shape[2]
-        visible = None
+        past, visible = k.shape[2] - q.shape[2], None
         if past and q.shape[2] > 1:
             visible = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool, device=q.device).tril(past)
         mixed = functional.scaled_dot_product_attention(q, k, v, attn_mask=visible, is_causal=past == 0)

@@ -4,8 +4,6 @@ Every rank must call the collectives equally often and in the same order. With o
 and nothing waits.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager

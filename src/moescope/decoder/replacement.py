@@ -39,8 +39,7 @@ class Replaced:
     @classmethod
     def of(cls, stored: dict[str, Any]) -> Replaced:
         blocks = tuple((int(layer), str(name)) for layer, name in stored["blocks"])
-        model = ModelConfig(**stored["model"])
-        return cls(str(stored["family"]), model, blocks, float(stored["scale"]))
+        return cls(str(stored["family"]), ModelConfig(**stored["model"]), blocks, float(stored["scale"]))
 
 
 class Passing:
@@ -64,16 +63,14 @@ class Passing:
         return args, kwargs
 
     def inputs(self, router: Router, x_TD: Tensor) -> RouterInput:
-        tokens = len(x_TD)
-        real_T = torch.ones(tokens, dtype=torch.bool, device=x_TD.device)
-        if self.ids_BL is None:  # embeddings were given
-            if not router.has_logits:
-                raise ValueError(f"router {router.name} needs input_ids, but the model was given embeddings")
-            return RouterInput(x_TD.float(), real_T.long(), real_T, router.layer, self.carried_TR)
-        length = self.ids_BL.shape[1]
-        if self.mask_BL is not None and self.mask_BL.shape[1] >= length:  # with a cache the mask is longer
+        real_T = torch.ones(len(x_TD), dtype=torch.bool, device=x_TD.device)
+        if self.ids_BL is None and not router.has_logits:
+            raise ValueError(f"router {router.name} needs input_ids, but the model was given embeddings")
+        ids_T = real_T.long() if self.ids_BL is None else self.ids_BL.reshape(-1)
+        length = 0 if self.ids_BL is None else self.ids_BL.shape[1]
+        if length and self.mask_BL is not None and self.mask_BL.shape[1] >= length:  # longer with a cache
             real_T = self.mask_BL[:, -length:].reshape(-1).bool()
-        return RouterInput(x_TD.float(), self.ids_BL.reshape(-1), real_T, router.layer, self.carried_TR)
+        return RouterInput(x_TD.float(), ids_T, real_T, router.layer, self.carried_TR)
 
 
 class RouterInstead(nn.Module):
@@ -90,11 +87,11 @@ class RouterInstead(nn.Module):
         with torch.autocast(x_TD.device.type, enabled=False):
             routed = self.router(self.passing.inputs(self.router, x_TD))
         self.passing.carried_TR, self.losses = routed.carried_TR, routed.losses
-        n_experts = self.router.config.experts
+        n_experts, logits_TE = self.router.config.experts, routed.logits_TE
         if self.passing.consume is not None:
-            routing = to_routing(routed, self.number, self.block_name, n_experts)
-            self.passing.consume(replace(routing, x_TD=x_TD.detach()))
-        logits_TE = routed.logits_TE
+            self.passing.consume(
+                replace(to_routing(routed, self.number, self.block_name, n_experts), x_TD=x_TD.detach())
+            )
         if logits_TE is None:
             logits_TE = x_TD.new_zeros(len(x_TD), n_experts)
         real_TK = routed.chosen_TK >= 0
@@ -118,9 +115,7 @@ class FeedForwardExperts(nn.Module):
 
     def forward(self, x_TD: Tensor, chosen_TK: Tensor, gates_TK: Tensor) -> Tensor:
         out_TD = torch.zeros_like(x_TD)
-        for expert in sorted(set(chosen_TK.flatten().tolist())):
-            if not 0 <= expert < self.num_experts:  # an empty slot
-                continue
+        for expert in sorted(set(chosen_TK.flatten().tolist()) - {-1, self.num_experts}):  # no empty slots
             token_S, slot_S = torch.where(chosen_TK == expert)
             hidden_SF = self.act(functional.linear(x_TD[token_S], self.up[expert], self.up_bias[expert]))
             y_SD = functional.linear(hidden_SF, self.down[expert], self.down_bias[expert])
@@ -141,8 +136,7 @@ class SparseBlock(nn.Module):
     def forward(self, hidden_states: Tensor) -> Tensor:
         x_TD = hidden_states.reshape(-1, hidden_states.shape[-1])
         _, gates_TK, chosen_TK = self.gate(x_TD)
-        out: Tensor = self.dropout(self.experts(x_TD, chosen_TK, gates_TK)).view_as(hidden_states)
-        return out
+        return self.dropout(self.experts(x_TD, chosen_TK, gates_TK)).view_as(hidden_states)
 
 
 def sparse_block(model: nn.Module, name: str, n_experts: int) -> Any:
@@ -159,22 +153,19 @@ def install_routers(model: nn.Module, replaced: Replaced) -> list[RouterInstead]
     """Put new routers into the model's blocks; return them."""
     config, passing = replaced.model, Passing()
     kind = router_class(config.router)
-    shared = kind.shared_parts(config)
-    if hasattr(model, "moescope_shared_router"):  # of routers that are replaced again
-        del model.moescope_shared_router
-    if shared is not None:
+    shared: Any = kind.shared_parts(config)
+    before: Any = getattr(model, "moescope_hook", None)
+    if before is not None:  # of routers that are replaced again
+        before.remove()
+    if shared is not None or before is not None:
         model.moescope_shared_router = shared
     installed = []
     for layer, (number, name) in enumerate(replaced.blocks):
         block = sparse_block(model, name, config.experts)
-        instead = RouterInstead(kind(config, layer, shared), number, name, replaced.scale, passing)
-        block.gate = instead
+        block.gate = RouterInstead(kind(config, layer, shared), number, name, replaced.scale, passing)
         block.experts._is_expert_parallel = True  # some slots may be empty
-        installed.append(instead)
+        installed.append(block.gate)
     decoder: Any = getattr(model, "base_model", model)
-    before: Any = getattr(model, "moescope_hook", None)
-    if before is not None:  # of routers that are replaced again
-        before.remove()
     hook: Any = decoder.register_forward_pre_hook(passing.begin, with_kwargs=True)
     model.moescope_hook = hook
     return installed

@@ -4,10 +4,7 @@ Three layouts: Mixtral's where the router is a plain linear top-k with renormali
 the model norms queries and keys; the lab's own for everything else. transformers loads the first two.
 """
 
-from __future__ import annotations
-
 import json
-import shutil
 import tempfile
 from collections.abc import Iterator
 from dataclasses import asdict, replace
@@ -25,14 +22,17 @@ from moescope.decoder.model import LabModel, check_model
 from moescope.decoder.routers import router_class
 from moescope.decoder.vocabulary import Vocabulary, load_vocabulary
 from moescope.errors import BadInput
+from moescope.storage import remove
 
 LAB = "moescope_lab"  # model type of the lab's own layout; key of the ModelConfig in every config.json
 SIGMOID = f"{LAB}_sigmoid"  # the same with sigmoid scores: scoring is read from the model type
 MOST_POSITIONS = 10**8  # of a checkpoint: no tensor says how many it has
 FACTS = "moescope_router"  # key of the facts about the router
-EXPERT_NAMES = {"mixtral": ("w1", "w3", "w2"), "qwen3_moe": ("gate_proj", "up_proj", "down_proj")}
-BLOCK_NAMES = {"mixtral": "block_sparse_moe", "qwen3_moe": "mlp"}
-ARCHITECTURES = {"mixtral": "MixtralForCausalLM", "qwen3_moe": "Qwen3MoeForCausalLM"}
+# the layouts of transformers: architecture, name of the block, names of gate, up and down
+TRANSFORMERS = {
+    "mixtral": ("MixtralForCausalLM", "block_sparse_moe", ("w1", "w3", "w2")),
+    "qwen3_moe": ("Qwen3MoeForCausalLM", "mlp", ("gate_proj", "up_proj", "down_proj")),
+}
 
 
 def layout_of(config: ModelConfig) -> str:
@@ -57,7 +57,7 @@ def config_json(model: LabModel, dtype: str = "float32") -> dict[str, Any]:
     experts, d_ff = router.expert_shape(config)
     common: dict[str, Any] = {
         "model_type": layout,
-        "architectures": [ARCHITECTURES.get(layout, "LabModel")],
+        "architectures": [TRANSFORMERS[layout][0] if layout in TRANSFORMERS else "LabModel"],
         "vocab_size": config.vocabulary,
         "hidden_size": config.d_model,
         "num_hidden_layers": config.layers,
@@ -78,55 +78,41 @@ def config_json(model: LabModel, dtype: str = "float32") -> dict[str, Any]:
     if layout == "mixtral":
         return {**common, "num_local_experts": experts, "intermediate_size": d_ff, "sliding_window": None}
     if layout == "qwen3_moe":
-        return {
-            **common,
-            "num_experts": experts,
-            "moe_intermediate_size": d_ff,
-            "intermediate_size": d_ff,
-            "norm_topk_prob": router.renormalises(config),
-            "decoder_sparse_step": 1,
-            "mlp_only_layers": [],
-            "attention_bias": False,
-            "use_sliding_window": False,
-        }
+        common |= {"num_experts": experts, "moe_intermediate_size": d_ff, "intermediate_size": d_ff}
+        common |= {"norm_topk_prob": router.renormalises(config), "decoder_sparse_step": 1}
+        return {**common, "mlp_only_layers": [], "attention_bias": False, "use_sliding_window": False}
     return {**common, "num_experts": experts, "intermediate_size": d_ff}
 
 
 def stored_tensors(model: LabModel) -> Iterator[tuple[str, Tensor]]:
     """Yield every tensor under its name in the layout. Experts are views of stacks, not copies."""
-    config = model.config
-    layout = layout_of(config)
-    for name, tensor in model.state_dict().items():
-        if layout not in EXPERT_NAMES:
-            yield name, tensor
-            continue
-        if name == "lm_head.weight":
-            if not config.tie_embeddings:
-                yield name, tensor
-            continue
-        parts = name.split(".")
-        if ".mlp." not in name:
-            yield f"model.{name}", tensor
-            continue
-        block = f"model.layers.{parts[1]}.{BLOCK_NAMES[layout]}"
-        gate, up, down = EXPERT_NAMES[layout]
-        if parts[-1] == "gate_up":
-            half = tensor.shape[1] // 2
-            for expert in range(len(tensor)):
-                yield f"{block}.experts.{expert}.{gate}.weight", tensor[expert, :half]
-                yield f"{block}.experts.{expert}.{up}.weight", tensor[expert, half:]
-        elif parts[-1] == "down":
-            for expert in range(len(tensor)):
-                yield f"{block}.experts.{expert}.{down}.weight", tensor[expert]
-        else:
-            assert name.endswith("mlp.router.weight"), name
+    layout, state = layout_of(model.config), model.state_dict()
+    if layout not in TRANSFORMERS:
+        yield from state.items()
+        return
+    _, mlp, (gate, up, down) = TRANSFORMERS[layout]
+    for name, tensor in state.items():
+        before, _, part = name.partition(".mlp.")
+        block = f"model.{before}.{mlp}"
+        if part == "experts.gate_up":
+            for expert, (gate_FD, up_FD) in enumerate(weights.chunk(2) for weights in tensor):
+                yield f"{block}.experts.{expert}.{gate}.weight", gate_FD
+                yield f"{block}.experts.{expert}.{up}.weight", up_FD
+        elif part == "experts.down":
+            for expert, down_DF in enumerate(tensor):
+                yield f"{block}.experts.{expert}.{down}.weight", down_DF
+        elif part:
+            assert part == "router.weight", name
             yield f"{block}.gate.weight", tensor
+        elif name != "lm_head.weight":
+            yield f"model.{name}", tensor
+        elif not model.config.tie_embeddings:
+            yield name, tensor
 
 
 def save_model(model: LabModel, vocabulary: Vocabulary, folder: Path) -> None:
     """Write the checkpoint with its tokenizer atomically, replacing one of the same name."""
-    if folder.exists():
-        shutil.rmtree(folder)
+    remove(folder, folder.parent)
     folder.parent.mkdir(parents=True, exist_ok=True)
     tensors = [plan_tensor(name, tensor) for name, tensor in stored_tensors(model)]
     with tempfile.TemporaryDirectory() as extra:
@@ -185,14 +171,15 @@ def check_shapes(folder: Path, config: ModelConfig, stored: dict[str, Tensor]) -
     """Reject a checkpoint whose tensors are not those of its config, before memory is taken for these."""
     if not any(f"layers.{config.layers - 1}." in name for name in stored):
         raise BadInput(f"{folder}: no tensor of layer {config.layers - 1} in it; copy the checkpoint again")
-    too_large = BadInput(f"{folder / 'config.json'}: its sizes are too large; copy the checkpoint again")
-    if config.max_positions > MOST_POSITIONS:
-        raise too_large
     try:
+        if config.max_positions > MOST_POSITIONS:
+            raise OverflowError
         with torch.device("meta"):
             model = LabModel(config)
     except (RuntimeError, OverflowError, TypeError):
-        raise too_large from None
+        raise BadInput(
+            f"{folder / 'config.json'}: its sizes are too large; copy the checkpoint again"
+        ) from None
     for name, tensor in stored_tensors(model):
         if name not in stored:
             raise BadInput(f"{folder}: tensor {name} is missing; copy the checkpoint again")
@@ -214,9 +201,7 @@ def load_model(folder: str | Path, device: str = "cpu", compile: bool = False) -
     check_shapes(place, config, stored)
     model = LabModel(config, compile=compile)
     model.trained_length = trained_length(place, config)
-    state = model.state_dict()
     with torch.no_grad():
         for name, tensor in stored_tensors(model):  # views: copying into them fills the model
             tensor.copy_(stored[name])
-    model.load_state_dict(state)
     return model.to(device).eval(), load_vocabulary(place)

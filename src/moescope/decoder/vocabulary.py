@@ -25,14 +25,25 @@ class Vocabulary(Protocol):
     """What the lab needs of a vocabulary."""
 
     @property
-    def size(self) -> int: ...
+    def size(self) -> int:
+        """Number of tokens."""
+
     @property
-    def end(self) -> int: ...
+    def end(self) -> int:
+        """Id of the token after every document."""
+
     @property
-    def pad(self) -> int: ...
-    def encode(self, text: str) -> NDArray[np.int64]: ...
-    def decode(self, ids: Iterable[int]) -> str: ...
-    def save(self, folder: Path) -> None: ...
+    def pad(self) -> int:
+        """Id of the token after shorter documents."""
+
+    def encode(self, text: str) -> NDArray[np.int64]:
+        """Return the ids of a text, without special tokens."""
+
+    def decode(self, ids: Iterable[int]) -> str:
+        """Return the text of these ids; special tokens have none."""
+
+    def save(self, folder: Path) -> None:
+        """Save it so that `load_vocabulary` and transformers load it."""
 
 
 @dataclass(frozen=True)
@@ -55,35 +66,32 @@ class Bytes:
 
     def save(self, folder: Path) -> None:
         """Save it as byte-level BPE without merges, which tokenizers and transformers load."""
-        letters = byte_letters()
-        byte_level = {
-            "type": "ByteLevel",
-            "add_prefix_space": False,
-            "trim_offsets": True,
-            "use_regex": False,
-        }
-        content: dict[str, Any] = {
-            "version": "1.0",
-            "truncation": None,
-            "padding": None,
-            "added_tokens": [special(BYTES + at, name) for at, name in enumerate(SPECIALS)],
-            "normalizer": None,
-            "pre_tokenizer": byte_level,
-            "post_processor": None,
-            "decoder": byte_level,
-            "model": {
-                "type": "BPE",
-                "dropout": None,
-                "unk_token": None,
-                "continuing_subword_prefix": None,
-                "end_of_word_suffix": None,
-                "fuse_unk": False,
-                "byte_fallback": False,
-                "vocab": {letters[byte]: byte for byte in range(BYTES)},
-                "merges": [],
+        level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
+        off = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
+        write(
+            folder,
+            {
+                "version": "1.0",
+                **dict.fromkeys(("truncation", "padding")),
+                "added_tokens": [
+                    {"id": at, "content": name, **off, "special": True}
+                    for at, name in enumerate(SPECIALS, BYTES)
+                ],
+                "normalizer": None,
+                "pre_tokenizer": level,
+                "post_processor": None,
+                "decoder": level,
+                "model": {
+                    "type": "BPE",
+                    **dict.fromkeys(
+                        ("dropout", "unk_token", "continuing_subword_prefix", "end_of_word_suffix")
+                    ),
+                    **dict.fromkeys(("fuse_unk", "byte_fallback"), False),
+                    "vocab": {letter: byte for byte, letter in sorted(byte_letters().items())},
+                    "merges": [],
+                },
             },
-        }
-        write(folder, content)
+        )
 
 
 @dataclass(frozen=True)
@@ -103,11 +111,13 @@ class Pairs:
             vocab_size=size, special_tokens=list(SPECIALS), initial_alphabet=letters, show_progress=False
         )
         tokenizer.train_from_iterator(texts, trainer)
-        return cls(without_special_tokens(tokenizer))
+        return cls.of(tokenizer.to_str())
 
     @classmethod
     def of(cls, content: str) -> Pairs:
-        return cls(without_special_tokens(library().Tokenizer.from_str(content)))
+        tokenizer = library().Tokenizer.from_str(content)
+        tokenizer.encode_special_tokens = True  # a literal "<pad>" in a text is five letters
+        return cls(tokenizer)
 
     @property
     def size(self) -> int:
@@ -126,8 +136,8 @@ class Pairs:
 
     def encode_all(self, texts: list[str]) -> Iterator[NDArray[np.int64]]:
         """Yield the tokens of each text, encoded on all cores."""
-        for encoding in self.tokenizer.encode_batch(texts, add_special_tokens=False):
-            yield np.array(encoding.ids, dtype=np.int64)
+        encodings = self.tokenizer.encode_batch(texts, add_special_tokens=False)
+        return (np.array(encoding.ids, dtype=np.int64) for encoding in encodings)
 
     def decode(self, ids: Iterable[int]) -> str:
         return str(self.tokenizer.decode(list(ids), skip_special_tokens=True))
@@ -174,27 +184,12 @@ def kind_of(folder: Path) -> str:
         raise BadInput(f"{folder / FILE}: not a tokenizer of the lab; pass a lab checkpoint") from None
 
 
-def without_special_tokens(tokenizer: Any) -> Any:
-    """Return the tokenizer set to read a literal "<pad>" in a text as five letters."""
-    tokenizer.encode_special_tokens = True
-    return tokenizer
-
-
 def byte_letters() -> dict[int, str]:
     """Return the printable letter of each byte in byte-level tokenizers: itself, else one from 256 on."""
-    printable = [
-        *range(ord("!"), ord("~") + 1),
-        *range(ord("¡"), ord("¬") + 1),
-        *range(ord("®"), ord("ÿ") + 1),
-    ]
+    ranges = (("!", "~"), ("¡", "¬"), ("®", "ÿ"))  # first and last
+    printable = [byte for first, last in ranges for byte in range(ord(first), ord(last) + 1)]
     others = [byte for byte in range(BYTES) if byte not in printable]
-    letters = {byte: chr(byte) for byte in printable}
-    return letters | {byte: chr(BYTES + at) for at, byte in enumerate(others)}
-
-
-def special(number: int, name: str) -> dict[str, Any]:
-    off = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
-    return {"id": number, "content": name, **off, "special": True}
+    return {byte: chr(byte) for byte in printable} | {byte: chr(BYTES + at) for at, byte in enumerate(others)}
 
 
 def write(folder: Path, content: dict[str, Any]) -> None:

@@ -1,4 +1,4 @@
-"""demo: the shipped model, its recipe, and a planted checkpoint of known structure."""
+"""demo: the shipped model and its recipe."""
 
 import sys
 from types import ModuleType

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 import sys
 from pathlib import Path
 
@@ -10,14 +9,10 @@ from moescope.demo.verb import SHIPPED
 from moescope.errors import BadInput
 from moescope.lab.train import train
 from moescope.run import Run, write_json, write_table
+from moescope.storage import remove
 
 STORED = "bfloat16"  # half the size
-EXCLUDED = (
-    "checkpoints",
-    "process",
-    "tasks_resumed",
-    "asked",
-)  # of one machine, or set by each demo
+EXCLUDED = ("checkpoints", "process", "tasks_resumed", "asked")  # of one machine, or set by each demo
 
 
 def make_demo_model(work: str | Path = "runs/demo-model", shipped: Path = SHIPPED) -> Run:
@@ -31,7 +26,7 @@ def make_demo_model(work: str | Path = "runs/demo-model", shipped: Path = SHIPPE
 
 def store_training(run: Run, folder: Path) -> None:
     """Store the training's tables and run.json without machine-specific entries."""
-    shutil.rmtree(folder, ignore_errors=True)
+    remove(folder, folder.parent)
     folder.mkdir(parents=True)
     for name in run.tables:
         write_table(run.verb.tables[name], run.table(name), folder / f"{name}.parquet")

@@ -23,12 +23,7 @@ CHARACTERS = 2_000  # per document: a single long file would use up its domain's
 
 
 def demo(
-    *,
-    out: str | Path | None = None,
-    planted: bool = False,
-    seed: int = 0,
-    overwrite: bool = False,
-    quiet: bool = False,
+    *, out: str | Path | None = None, seed: int = 0, overwrite: bool = False, quiet: bool = False
 ) -> Run:
     """Scan and trace the model that comes with moescope, and show them together with its training.
 
@@ -36,25 +31,13 @@ def demo(
     ----------
     out : DIR, default runs/demo
         Run folder.
-    planted : bool
-        Scan a checkpoint of known structure instead, and print what was planted.
-
-    Other Parameters
-    ----------------
-    seed : SEED
-        Seed of the null distributions and of the planted weights.
-    overwrite : bool
-        Replace the run in --out.
-    quiet : bool
-        Print nothing but errors.
 
     Examples
     --------
     >>> run = moescope.demo()  # doctest: +SKIP
     >>> run.parts["scan"].figures()  # doctest: +SKIP
     """
-    if planted:
-        return planted_demo(Path(out or "runs/demo-planted"), seed, overwrite, quiet)
+    VERB.settle(locals())
     folder = Path(out or "runs/demo")
     run = shipped_training(folder, overwrite)
     model = folder / "checkpoints" / Path(run.info["checkpoints"][-1]["path"]).name
@@ -62,8 +45,7 @@ def demo(
     shared: dict[str, Any] = {"seed": seed, "device": "cpu", "quiet": quiet}
     scan(model, out=folder / "scan", router="raw,centered", **shared)
     texts = held_out_texts(folder / "validation", run)
-    limits: dict[str, Any] = {"max_tokens": TRACED_TOKENS, "save_tokens": True}
-    trace(model, domain=texts, out=folder / "trace", **limits, **shared)
+    trace(model, domain=texts, out=folder / "trace", max_tokens=TRACED_TOKENS, save_tokens=True, **shared)
     return run
 
 
@@ -117,42 +99,28 @@ def held_out_texts(folder: Path, run: Run) -> list[str]:
 
 def truncate(text: str) -> str:
     """Return at most CHARACTERS of the text, ending at a line break if there is one."""
-    return (
-        text if len(text) <= CHARACTERS else text[: text.rfind("\n", 0, CHARACTERS) + 1] or text[:CHARACTERS]
-    )
-
-
-def planted_demo(folder: Path, seed: int, overwrite: bool, quiet: bool) -> Run:
-    """Write the planted checkpoint next to the run, and scan it."""
-    from moescope.demo.planted import write_planted
-
-    checkpoint = folder.parent / f"planted-mixtral-seed{seed}"
-    if not (checkpoint / "config.json").exists():  # written last
-        write_planted(checkpoint, seed)
-    return scan(checkpoint, out=folder, router="raw,centered", overwrite=overwrite, quiet=quiet)
+    if len(text) <= CHARACTERS:
+        return text
+    return text[: text.rfind("\n", 0, CHARACTERS) + 1] or text[:CHARACTERS]
 
 
 def demo_lines(run: Run) -> list[str]:
-    """Return the findings of the demo's runs for the terminal; of the planted one, first its structure."""
-    lines: list[str] = []
-    if run.parts:
-        titles = {"scan": "Weights", "trace": "Routing of held-out text"}  # by folder
-        shown = {"Training (reproduce it with `make demo-model`)": run}
-        shown |= {title: run.parts[name] for name, title in titles.items() if name in run.parts}
-    else:
-        from moescope.demo.planted import LAYERS
-
-        shown = {"Findings": run}
-        truths = [f"  layer {layer}, {planted.kind}: {planted.truth}" for layer, planted in enumerate(LAYERS)]
-        lines += ["Planted structure", *truths, ""]
-    for title, part in shown.items():
+    """Return the findings of the demo's runs for the terminal."""
+    lines = []
+    for title, part in {
+        "Training (reproduce it with `make demo-model`)": run,
+        "Weights": run.parts["scan"],
+        "Routing of held-out text": run.parts["trace"],
+    }.items():
         assert part.verb.summary is not None
         summary = part.verb.summary(part)
-        lines.append(title)
-        lines += [f"  {line}" for line in dict.fromkeys(summary.coverage)]
-        lines += [f"  - {finding}" for finding in summary.findings]
-        lines += [f"  warning: {warning}" for warning in part.info.get("warnings", [])]
-        lines.append("")
+        lines += [
+            title,
+            *(f"  {line}" for line in dict.fromkeys(summary.coverage)),
+            *(f"  - {finding}" for finding in summary.findings),
+            *(f"  warning: {warning}" for warning in part.info.get("warnings", [])),
+            "",
+        ]
     return lines
 
 

@@ -28,33 +28,24 @@ SHORTEST_SEGMENT = 2048  # steps
 MOST_KEYS = 2**15 - 2  # that 16 bits tell apart in a segment
 
 
-class DepthCounts(NamedTuple):
-    """Choices, and tokens by their deepest choice, per group of documents and depth.
+def count_depths(depth_TK: Depths, group_T: Integers, groups: int, most: int) -> Integers:
+    """Return counts [2, group, depth] of choices, and of tokens by their deepest choice.
 
-    The last depth is beyond the stack: no cache holds it.
+    The last depth is beyond the stack, which no cache holds: `most` and deeper are one class.
     """
-
-    choices_GD: Integers
-    tokens_GD: Integers
-
-    def hits_G(self, slots: int, tokens: bool = False) -> Integers:
-        """Choices (or tokens with all choices) that a cache of this size holds, per group of documents."""
-        counts_GD = self.tokens_GD if tokens else self.choices_GD
-        return counts_GD[:, : min(slots, counts_GD.shape[1] - 1)].sum(1)
-
-
-def count_depths(depth_TK: Depths, group_T: Integers, groups: int, most: int) -> DepthCounts:
-    """Count depths per group of documents; `most` and deeper are one class."""
     place_TK = np.minimum(depth_TK, most) + np.int16(1)  # 0: an empty slot
     deepest_T = place_TK[:, 0]
     for place_T in place_TK.T[1:]:
         deepest_T = np.maximum(deepest_T, place_T)
     offset_T = group_T * (most + 2)
-    counts = (
-        np.bincount((offset_T[:, None] + place_TK).reshape(-1), minlength=groups * (most + 2)),
-        np.bincount(offset_T + deepest_T, minlength=groups * (most + 2)),
-    )
-    return DepthCounts(*(counts_X.reshape(groups, -1)[:, 1:] for counts_X in counts))
+    places = (offset_T[:, None] + place_TK).reshape(-1), offset_T + deepest_T
+    counts = [np.bincount(place_X, minlength=groups * (most + 2)) for place_X in places]
+    return np.stack(counts).reshape(2, groups, -1)[:, :, 1:]
+
+
+def held(counts_XGD: Integers, slots: int) -> Integers:
+    """Choices, and tokens with all choices, that a cache of this size holds, per group of documents."""
+    return counts_XGD[:, :, : min(slots, counts_XGD.shape[2] - 1)].sum(2)
 
 
 # --- LRU, directly
@@ -71,8 +62,7 @@ def recency(
     first of the tokens that are compared at once, earlier ones by their order, so that 16 bits suffice.
     """
     tokens, k = chosen_TK.shape
-    at_start_TK = np.full((tokens, k), -1, dtype=np.int16)
-    when_made_TK = at_start_TK.copy()
+    at_start_TK, when_made_TK = np.full((2, tokens, k), -1, dtype=np.int16)
     last_E = np.full(n_experts, -1, dtype=np.int64)
     counter = np.uint8 if n_experts < 256 else np.uint16
     at_once = max(min(TOKENS_AT_ONCE, (2**15 - 1) // k), 1)
@@ -170,8 +160,14 @@ def belady(
     Each of `starts` are the experts that fill the cache at the start, first slot first; `known` are the
     sequence's neighbours, where they are computed already.
     """
-    known = known or neighbours(sequence_S, document_S)
-    return Replay(sequence_S, n_experts, known, document_S, belady_keys, list(starts))
+    return Replay(
+        sequence_S,
+        n_experts,
+        known or neighbours(sequence_S, document_S),
+        document_S,
+        belady_keys,
+        list(starts),
+    )
 
 
 def lfu(
@@ -185,8 +181,14 @@ def lfu(
     Counts survive eviction. With `document_S` they start anew in each document, and experts of earlier
     documents are evicted first: the same as an empty cache.
     """
-    known = known or neighbours(sequence_S, document_S)
-    return Replay(sequence_S, n_experts, known, document_S, lfu_keys, [np.zeros(0, dtype=np.int64)])
+    return Replay(
+        sequence_S,
+        n_experts,
+        known or neighbours(sequence_S, document_S),
+        document_S,
+        lfu_keys,
+        [np.zeros(0, dtype=np.int64)],
+    )
 
 
 def last_times(replay: Replay, length: int) -> Integers:
@@ -209,12 +211,9 @@ def last_times(replay: Replay, length: int) -> Integers:
 
 def in_rows(values_S: NDArray[Any], length: int, filler: int) -> NDArray[Any]:
     """Cut a sequence into rows; the last one is filled up."""
-    rows = -(-len(values_S) // length)
-    if len(values_S) == rows * length:
-        return values_S.reshape(rows, length)
-    padded = np.full(rows * length, filler, dtype=values_S.dtype)
-    padded[: len(values_S)] = values_S
-    return padded.reshape(rows, length)
+    rest = -len(values_S) % length
+    padded_S = np.pad(values_S, (0, rest), constant_values=filler) if rest else values_S
+    return padded_S.reshape(-1, length)
 
 
 def belady_keys(replay: Replay, length: int, last_RE: Integers) -> Keys16:
@@ -281,9 +280,8 @@ def lfu_keys(replay: Replay, length: int, last_RE: Integers) -> Keys16:
     before_RL = np.take_along_axis(rank_RX, n + np.maximum(place_RL, 0), axis=1)
     outside = np.flatnonzero(place_RL < 0)
     outside = outside[outside < steps]
-    absent = replay.known.before_S[outside] < 0
     carried = start_RE[outside // length, replay.sequence_S[outside]]
-    before_RL.reshape(-1)[outside] = np.where(absent, ABSENT, carried)
+    before_RL.reshape(-1)[outside] = np.where(replay.known.before_S[outside] < 0, ABSENT, carried)
     before_RL.reshape(-1)[steps:] = ABSENT
     return Keys16(before_RL, np.ascontiguousarray(rank_RX[:, n:]), start_RE, end_RE)
 
@@ -302,26 +300,25 @@ def stack_depths(replays: list[Replay], most: int) -> list[Depths]:
     length = max(SHORTEST_SEGMENT, -(-sum(steps) // SEGMENTS))
     length = max(min(length, max(steps, default=1), MOST_KEYS - 2 * widest), 1)
     side = Segments(replays, length, most)
-    found: list[list[Depths]] = [[] for _ in replays]
+    depths_by_replay: list[list[Depths]] = [[] for _ in replays]
     for turn in range(max((len(replay.starts) for replay in replays), default=0)):
         side.settle(turn)
         for number, replay in enumerate(replays):
             if turn < len(replay.starts):
                 part_RL = side.depth_RL[side.first[number] : side.first[number + 1]]
-                found[number].append(part_RL.reshape(-1)[: steps[number]].copy())
-    return [depths for parts in found for depths in parts]
+                depths_by_replay[number].append(part_RL.reshape(-1)[: steps[number]].copy())
+    return [depths for parts in depths_by_replay for depths in parts]
 
 
 class Segments:
     """Segments replayed side by side: their keys, the depths, the stacks at some steps and at the end."""
 
     def __init__(self, replays: list[Replay], length: int, most: int) -> None:
-        self.replays, self.length, self.most = replays, length, most
-        used = [replay for replay in replays if len(replay.sequence_S)]
+        self.replays, self.most = replays, most
         sizes = [-(-len(replay.sequence_S) // length) for replay in replays]
         self.first = np.cumsum([0, *sizes])  # segment of each replay
         count = int(self.first[-1])
-        widest = max((replay.n_experts for replay in used), default=1)
+        widest = max((replay.n_experts for replay in replays), default=1)
         self.before_RL, self.after_RL = np.empty((2, count, length), dtype=np.int16)
         self.start_RE, self.end_RE = np.full((2, count, widest), ABSENT, dtype=np.int16)
         self.depth_RL = np.empty((count, length), dtype=np.uint8 if most < 256 else np.uint16)
@@ -334,9 +331,8 @@ class Segments:
                 keys = replay.keys(replay, length, last_RE)
                 self.before_RL[own], self.after_RL[own] = keys.before_RL, keys.after_RL
                 self.start_RE[own, : replay.n_experts], self.end_RE[own, : replay.n_experts] = keys[2:]
-                there_RE = last_RE[:-1] >= 0
-                if len(replay.starts[0]):
-                    there_RE[:] = True
+                # a cache may be filled before an expert is first chosen
+                there_RE = (last_RE[:-1] >= 0) | (len(replay.starts[0]) > 0)
                 guess_RE = np.where(there_RE, keys.start_RE, LOWEST)
                 top_R = last_RE[:-1].argmax(1)
                 tops = np.take_along_axis(guess_RE, top_R[:, None], axis=1)
@@ -344,8 +340,8 @@ class Segments:
                 guess_RE = -np.sort(-guess_RE, axis=1)[:, :most]
                 guess_RE[:, :1] = tops
                 self.begin_MR[: guess_RE.shape[1], own] = guess_RE.T
-        self.ends = sorted({FIRST_CHECK, *range(STEPS_AT_ONCE, length, STEPS_AT_ONCE), length})
-        self.ends = [end for end in self.ends if end <= length]
+        ends = {FIRST_CHECK, *range(STEPS_AT_ONCE, length, STEPS_AT_ONCE), length}
+        self.ends = sorted(end for end in ends if end <= length)
         checks = [FIRST_CHECK << power for power in range(16) if FIRST_CHECK << power < length]
         self.checks = {step: np.full_like(self.begin_MR, LOWEST - 1) for step in checks if step in self.ends}
 
@@ -466,11 +462,10 @@ def split_budget(hits_LS: Array, smallest: int, slots: int, sizes_L: Array) -> I
     """
     n_layers, most = hits_LS.shape[0], hits_LS.shape[1] - 1
     gains = np.stack([hull_gains(hits_S[smallest:]) for hits_S in hits_LS]) / sizes_L[:, None]
-    budget = float((slots - smallest) * sizes_L.sum())
+    budget = (slots - smallest) * sizes_L.sum() * (1 + 1e-12)
     order = np.argsort(-gains, axis=None, kind="stable")
     layer_of = order // max(most - smallest, 1)
-    spent = np.cumsum(sizes_L[layer_of])
-    taken = layer_of[: int(np.searchsorted(spent, budget * (1 + 1e-12), side="right"))]
+    taken = layer_of[: int(np.searchsorted(np.cumsum(sizes_L[layer_of]), budget, side="right"))]
     return smallest + np.bincount(taken, minlength=n_layers)
 
 
@@ -486,5 +481,4 @@ def hull_gains(hits_S: Array) -> Array:
                 break
             corners.pop()
         corners.append(slot)
-    hull = np.interp(np.arange(len(hits_S)), corners, np.asarray(hits_S, dtype=float)[corners])
-    return np.diff(hull)
+    return np.diff(np.interp(np.arange(len(hits_S)), corners, np.asarray(hits_S, dtype=float)[corners]))

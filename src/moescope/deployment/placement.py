@@ -1,24 +1,34 @@
-"""Placement: experts and redundant copies on devices and nodes; balance and traffic on other documents."""
+"""Placement: experts and redundant copies on devices and nodes; balance and traffic on other documents.
+
+Also the files for servers and trainers: placements, hot lists and expert lists, in the formats they read.
+"""
 
 from __future__ import annotations
 
+import hashlib
+import re
 from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import numpy as np
+import pandas as pd
 from numpy.typing import NDArray
 
 from moescope.deployment.prefetch import count_pairs
-from moescope.deployment.tokens import Split, TokenTrace, map_parts, usage
+from moescope.deployment.tokens import Split, TokenTrace, counts_by, hottest_first, map_parts, usage
 from moescope.errors import BadInput
+from moescope.run import write_json
 from moescope.statistics import clip_share, jackknife_interval
 from moescope.types import Array, Integers
 
-if TYPE_CHECKING:
-    import pandas as pd
-
+LONGEST_NAME = 80  # characters of a domain in a file's name; file systems take 255 bytes
+PLACEMENTS = ("balanced", "coactivation")  # that are exported
 METHODS = ("contiguous", "random", "balanced", "coactivation")
+CHANCE = ("balancedness", "batch_balancedness", "cross_device", "cross_node")
+MEANS = ["batch_balancedness", "balancedness_chance", "batch_balancedness_chance"]
+TRAFFIC = ["cross_device", "cross_node", "cross_device_chance", "cross_node_chance", "cross_device_least"]
 RANDOM_DRAWS = 8  # placements whose mean is the chance level
 TRAFFIC_TOKENS = 2**16  # per layer and half, evenly spaced
 SLACK = 1.1  # load over the mean up to which experts that act together may share a device
@@ -60,8 +70,7 @@ def place_contiguous(n: int, cluster: Cluster) -> Integers:
 def place_random(n: int, cluster: Cluster, generator: np.random.Generator) -> Integers:
     """Experts in random order; redundant copies are of random experts."""
     rounds = [generator.permutation(n) for _ in range(cluster.redundant // n + 1)]
-    copies = np.concatenate([np.arange(n), *rounds])[: n + cluster.redundant]
-    return generator.permutation(copies)
+    return generator.permutation(np.concatenate([np.arange(n), *rounds])[: n + cluster.redundant])
 
 
 def place_balanced(load_E: Array, cluster: Cluster) -> Integers:
@@ -79,11 +88,10 @@ def place_balanced(load_E: Array, cluster: Cluster) -> Integers:
     loads = np.zeros(cluster.devices)
     for at in np.argsort(-weight, kind="stable"):
         expert = int(experts[at])
-        costs = [
+        *_, device = min(
             (len(own) == room, expert in own, load, number)
             for number, (own, load) in enumerate(zip(held, loads.tolist(), strict=True))
-        ]
-        device = min(costs)[-1]
+        )
         held[device].append(expert)
         loads[device] += weight[at]
     return np.array([expert for own in held for expert in sorted(own)])
@@ -94,7 +102,7 @@ def place_together(start: Integers, load_E: Array, pairs_EE: Array, cluster: Clu
     that tokens choose, and no device exceeds 1.1 times the mean load (or the most it had at the start).
     """
     copies_E = np.bincount(start, minlength=len(load_E))
-    place, weight = start.copy(), (load_E / copies_E)[start]
+    place, weight = start, (load_E / copies_E)[start]
     share_E = 1 / copies_E
     pairs_PP = (pairs_EE * share_E[:, None] * share_E)[np.ix_(start, start)].astype(float)
     pairs_PP[start[:, None] == start] = 0  # copies of one expert serve different tokens
@@ -118,11 +126,9 @@ def place_together(start: Integers, load_E: Array, pairs_EE: Array, cluster: Clu
         first, second = np.unravel_index(int(np.argmax(gain_PP)), gain_PP.shape)
         if gain_PP[first, second] <= 1e-9 * max(float(pairs_PP.sum()), 1.0):
             break
-        for values in (place, weight):
-            values[[first, second]] = values[[second, first]]
         order = np.arange(len(start))
         order[[first, second]] = second, first
-        pairs_PP = pairs_PP[order][:, order]
+        place, weight, pairs_PP = place[order], weight[order], pairs_PP[order][:, order]
     return place
 
 
@@ -132,8 +138,7 @@ def place_together(start: Integers, load_E: Array, pairs_EE: Array, cluster: Clu
 def device_shares(place: Integers, n: int, devices: int) -> Array:
     """Share of every expert's load that each device carries: copies share it equally."""
     device = np.arange(len(place)) // (len(place) // devices)
-    shares_ED = np.zeros((n, devices))
-    np.add.at(shares_ED, (place, device), 1.0)
+    shares_ED = np.bincount(place * devices + device, minlength=n * devices).reshape(n, devices)
     return shares_ED / shares_ED.sum(1, keepdims=True)
 
 
@@ -156,35 +161,6 @@ def remote_parts(chosen_TK: NDArray[np.integer], shares_ED: Array) -> float:
     return (1 - 1 / parts) * total / max(len(chosen_TK), 1)
 
 
-class Measured(NamedTuple):
-    """One placement on tested tokens."""
-
-    load_GD: Array  # per group of documents and device
-    batches: Array  # balancedness of every batch
-    cross_device: float
-    cross_node: float
-
-
-def measure(
-    place: Integers, n: int, cluster: Cluster, counts_GE: Integers, counts_BE: Integers, sample_TK: Any
-) -> Measured:
-    shares_ED = device_shares(place, n, cluster.devices)
-    nodes_DN = (cluster.node_of()[:, None] == np.arange(cluster.nodes)).astype(float)
-    return Measured(
-        counts_GE @ shares_ED,
-        balancedness(counts_BE @ shares_ED),
-        remote_parts(sample_TK, shares_ED),
-        remote_parts(sample_TK, shares_ED @ nodes_DN),
-    )
-
-
-def counts_by(chosen_TK: NDArray[np.integer], part_T: Integers, parts: int, n: int) -> Integers:
-    """Tokens per part and expert."""
-    filled = chosen_TK >= 0
-    flat = (part_T[:, None] * n + chosen_TK)[filled]
-    return np.bincount(flat, minlength=parts * n).reshape(parts, n)
-
-
 def placement_table(
     trace: TokenTrace,
     splits: list[Split],
@@ -194,21 +170,24 @@ def placement_table(
     jobs: int = 1,
 ) -> pd.DataFrame:
     """Return one row per method and layer; layer null: all layers together."""
-    import pandas as pd
-
     parts = [trace.part(at, at + 1) for at in range(len(trace.layers))]
     work = partial(layer_rows, splits=splits, cluster=cluster, seed=seed)
     rows = [row for layer in map_parts(work, parts, jobs, advance) for row in layer]
-    rows += [of_all(name, [row for row in rows if row["method"] == name]) for name in METHODS]
-    frame = pd.DataFrame(rows).drop(columns=["mean_load", "max_load"])
+    frame = pd.DataFrame(rows)
+    by_method = frame.groupby("method")
+    sums = ["mean_load", "max_load", *TRAFFIC]  # loads and traffic add up: layers run one after the other
+    totals = by_method[MEANS].mean().join(by_method[sums].sum()).loc[list(METHODS)]
+    totals["balancedness"] = totals["mean_load"] / totals["max_load"]
+    frame = pd.concat([frame, totals.reset_index()], ignore_index=True)
     values = {"devices": cluster.devices, "nodes": cluster.nodes, "redundant": cluster.redundant}
-    return frame.assign(**values, batch_tokens=cluster.batch_tokens)
+    return frame.drop(columns=sums[:2]).assign(**values, batch_tokens=cluster.batch_tokens)
 
 
 def layer_rows(trace: TokenTrace, splits: list[Split], cluster: Cluster, seed: int) -> list[dict[str, Any]]:
     """Return one row per method, of the trace's only layer."""
     n, chosen_TK = trace.n_experts[0], trace.chosen_LTK[0]
-    found: dict[str, list[Measured]] = {name: [] for name in METHODS}
+    measured: dict[str, list[Any]] = {name: [] for name in METHODS}
+    nodes_DN = (cluster.node_of()[:, None] == np.arange(cluster.nodes)).astype(float)
     for split in splits:
         used_T = split.test_T & (chosen_TK >= 0).any(1)
         tested_TK = chosen_TK[used_T]
@@ -221,16 +200,15 @@ def layer_rows(trace: TokenTrace, splits: list[Split], cluster: Cluster, seed: i
         counts_BE = counts_by(tested_TK[whole_T], batch_T[whole_T], batches, n)
         sample_TK = tested_TK[:: -(-len(tested_TK) // TRAFFIC_TOKENS)].astype(np.int64)
         for name, place in all_places(chosen_TK[split.learn_T], n, cluster, seed):
-            found[name].append(measure(place, n, cluster, counts_GE, counts_BE, sample_TK))
-    rows = [layer_row(name, parts, trace) for name, parts in found.items() if parts]
-    random = next((row for row in rows if row["method"] == "random"), {})
-    chance = {f"{key}_chance": random[key] for key in CHANCE if random}
+            shares_ED = device_shares(place, n, cluster.devices)
+            traffic = [remote_parts(sample_TK, shares) for shares in (shares_ED, shares_ED @ nodes_DN)]
+            measured[name].append((counts_GE @ shares_ED, balancedness(counts_BE @ shares_ED), *traffic))
+    rows = [layer_row(name, parts, trace) for name, parts in measured.items() if parts]
+    random = [row for row in rows if row["method"] == "random"]
+    chance = {f"{key}_chance": row[key] for row in random for key in CHANCE}
     least = -(-trace.k // ((n + cluster.redundant) // cluster.devices)) * (1 - 1 / cluster.devices)
     layer = {"layer": trace.layers[0], "layer_name": trace.layer_names[0]}
     return [{**row, **layer, "cross_device_least": least, **chance} for row in rows]
-
-
-CHANCE = ("balancedness", "batch_balancedness", "cross_device", "cross_node")
 
 
 def all_places(
@@ -249,48 +227,98 @@ def all_places(
     ]
 
 
-def layer_row(method: str, parts: list[Measured], trace: TokenTrace) -> dict[str, Any]:
+def layer_row(method: str, parts: list[Any], trace: TokenTrace) -> dict[str, Any]:
     """One layer's numbers: loads of the halves lie beside each other, as their placements differ."""
-    values = [float(balancedness(part.load_GD.sum(0))) for part in parts]
-    loads = [part.load_GD.sum(0) for part in parts]
-    low, high = np.nan, np.nan
+    load_PGD, batches, cross_device, cross_node = (list(values) for values in zip(*parts, strict=True))
+    load_PD = np.array([load_GD.sum(0) for load_GD in load_PGD])
+    mean_load, max_load = float(load_PD.mean(1).sum()), float(load_PD.max(1).sum())
+    row = {"method": method, "mean_load": mean_load, "max_load": max_load}
+    row |= {"balancedness": float(balancedness(load_PD).mean()), "low": np.nan, "high": np.nan}
     if method != "random":
 
         def statistic(load_X: Array) -> Array:
-            halves = np.split(load_X, len(parts), axis=-1)
-            return np.sum([half.mean(-1) for half in halves], axis=0) / np.sum(
-                [half.max(-1) for half in halves], axis=0
-            )
+            load_XPD = load_X.reshape(*load_X.shape[:-1], len(parts), -1)
+            return load_XPD.mean(-1).sum(-1) / load_XPD.max(-1).sum(-1)
 
-        stacked = np.concatenate([part.load_GD for part in parts], axis=1)
-        low, high, _ = clip_share(jackknife_interval(stacked, statistic, trace.n_documents))
-    mean_load, max_load = (sum(float(pick(load)) for load in loads) for pick in (np.mean, np.max))
-    return {
-        "method": method,
-        "balancedness": mean_load / max_load if method != "random" else float(np.mean(values)),
-        "low": low,
-        "high": high,
-        "batch_balancedness": float(np.mean(np.concatenate([part.batches for part in parts]))),
-        "cross_device": float(np.mean([part.cross_device for part in parts])),
-        "cross_node": float(np.mean([part.cross_node for part in parts])),
-        "mean_load": mean_load,
-        "max_load": max_load,
+        interval = jackknife_interval(np.concatenate(load_PGD, axis=1), statistic, trace.n_documents)
+        row["balancedness"], row["low"], row["high"] = mean_load / max_load, *clip_share(interval)[:2]
+    row |= {"cross_device": float(np.mean(cross_device)), "cross_node": float(np.mean(cross_node))}
+    return row | {"batch_balancedness": float(np.mean(np.concatenate(batches)))}
+
+
+# --- files for servers and trainers
+
+
+def write_exports(
+    folder: Path, trace: TokenTrace, cluster: Cluster, hidden_layers: int | None, esft_share: float, seed: int
+) -> list[str]:
+    """Write every export, learned on all documents; return the names of the files."""
+    layers = [*zip(trace.layers, trace.chosen_LTK, trace.n_experts, strict=True)]
+    files: dict[str, Any] = {
+        "hot_experts.json": hot_lists({layer: usage(chosen_TK, n) for layer, chosen_TK, n in layers})
     }
+    if len(set(trace.n_experts)) == 1:  # these formats have one number of experts for all layers
+        learned = [dict(all_places(chosen_TK, n, cluster, seed)) for _, chosen_TK, n in layers]
+        for name in PLACEMENTS:
+            lists = (places[name].tolist() for places in learned)
+            places = dict(zip(trace.layers, lists, strict=True))
+            files[f"sglang_{name}.json"] = sglang_mapping(places, trace.n_experts[0], hidden_layers)
+            files[f"vllm_experimental_{name}.json"] = list(places.values())
+    for domain in dict.fromkeys(trace.domain_D):
+        member_T = np.array([name == domain for name in trace.domain_D])[trace.document_T]
+        counts = {layer: usage(chosen_TK[member_T], n) for layer, chosen_TK, n in layers}
+        files[f"esft_{in_file_names(domain)}.json"] = esft_config(counts, esft_share)
+    return write_files(folder, files)
 
 
-def of_all(method: str, rows: list[dict[str, Any]]) -> dict[str, Any]:
-    """All layers: loads add up, as layers run one after the other; traffic adds up too."""
-    total: dict[str, Any] = {"method": method, "layer": None}
-    total["balancedness"] = sum(row["mean_load"] for row in rows) / sum(row["max_load"] for row in rows)
-    total["batch_balancedness"] = float(np.mean([row["batch_balancedness"] for row in rows]))
-    for name in ("balancedness_chance", "batch_balancedness_chance"):
-        total[name] = float(np.mean([row[name] for row in rows]))
-    for name in (
-        "cross_device",
-        "cross_node",
-        "cross_device_chance",
-        "cross_node_chance",
-        "cross_device_least",
-    ):
-        total[name] = float(np.sum([row[name] for row in rows]))
-    return total
+def in_file_names(domain: str) -> str:
+    """Return a domain's name as part of a file's: without odd letters, and not too long."""
+    safe = re.sub(r"[^A-Za-z0-9._-]+", "_", domain) or "text"
+    if len(safe) <= LONGEST_NAME:
+        return safe
+    return f"{safe[:LONGEST_NAME]}-{hashlib.blake2b(domain.encode(), digest_size=4).hexdigest()}"
+
+
+def write_files(folder: Path, files: dict[str, Any]) -> list[str]:
+    (folder / "exports").mkdir(exist_ok=True)
+    for name, content in files.items():
+        write_json(folder / "exports" / name, content)
+    return sorted(files)
+
+
+def sglang_mapping(places: dict[int, list[int]], n: int, hidden_layers: int | None) -> dict[str, Any]:
+    """SGLang's --init-expert-location: the expert of every place, one row per hidden layer.
+
+    Dense layers have a row too, experts in order; its device is column // (columns/devices). No other key:
+    SGLang passes all of them on.
+    """
+    in_order = [place % n for place in range(len(next(iter(places.values()))))]
+    rows = max(hidden_layers or 0, max(places) + 1)
+    return {"physical_to_logical_map": [places.get(layer, in_order) for layer in range(rows)]}
+
+
+def hot_lists(counts: dict[int, Integers]) -> dict[str, Any]:
+    """Experts per layer by falling use, with their tokens: the first are those to keep in fast memory."""
+    layers = {}
+    for layer, counts_E in counts.items():
+        order = hottest_first(counts_E)
+        layers[str(layer)] = {"experts": order.tolist(), "tokens": counts_E[order].tolist()}
+    return {"layers": layers}
+
+
+def esft_config(counts: dict[int, Integers], share: float) -> dict[str, Any]:
+    """Experts for fine-tuning per layer (ESFT)."""
+    lists = {str(layer): esft_experts(counts_E, share) for layer, counts_E in counts.items()}
+    return {"experts": lists, "shared_experts": False, "non_expert_modules": False}
+
+
+def esft_experts(counts_E: Integers, share: float) -> list[int]:
+    """Return the experts with the highest shares of the choices, until their sum reaches the threshold (ESFT,
+    Wang et al. 2024, arXiv 2407.01906).
+
+    As there, shares are rounded to four digits first; of equal ones the lower number comes first.
+    """
+    shares_E = np.round(counts_E / max(int(counts_E.sum()), 1), 4)
+    order = hottest_first(shares_E)[: int((counts_E > 0).sum())]
+    missing = np.cumsum(shares_E[order]) < share - 1e-12
+    return order[: int(missing.sum()) + 1].tolist()

@@ -4,18 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING
 
 import numpy as np
+import pandas as pd
 from numpy.typing import NDArray
 
-from moescope.deployment.caches import TOKENS_AT_ONCE, DepthCounts, Depths, count_depths, recency
-from moescope.deployment.residency import added, layer_sums, rate_rows
-from moescope.deployment.tokens import Mask, Split, TokenTrace, hottest_first, map_parts, usage
+from moescope.deployment.caches import TOKENS_AT_ONCE, Depths, count_depths, recency
+from moescope.deployment.residency import layer_sums, listed_places, rate_rows
+from moescope.deployment.tokens import Mask, Split, TokenTrace, map_parts, usage
 from moescope.types import Array, Integers
-
-if TYPE_CHECKING:
-    import pandas as pd
 
 MOST_TESTED = 2**17  # tokens per layer and half, of the previous layer's prediction
 PREDICTORS = ("static", "static_in_sample", "previous_token", "previous_layer", "next_router")
@@ -25,76 +22,58 @@ def prefetch_table(
     trace: TokenTrace, splits: list[Split], advance: Callable[[int], None], jobs: int = 1
 ) -> pd.DataFrame:
     """Return the recall of every predictor at budgets k, 2k and 4k; layer null: all layers together."""
-    import pandas as pd
-
     parts = [trace.part(max(at - 1, 0), at + 1) for at in range(len(trace.layers))]
-    found = map_parts(partial(rank_counts, splits=splits), parts, jobs, advance)
-    counts = {name: [layer[name] for layer in found] for name in PREDICTORS}
+    by_layer = map_parts(partial(rank_counts, splits=splits), parts, jobs, advance)
+    counts = {name: [layer[name] for layer in by_layer] for name in PREDICTORS}
     rows = []
     nothing, most = [np.nan] * len(trace.layers), max(trace.n_experts)
     chance = [np.arange(n + 1) / n for n in trace.n_experts]  # of random experts, by budget
     for budget in sorted({min(factor * trace.k, most) for factor in (1, 2, 4)}):
         for name, layers in counts.items():
             sums = [layer_sums(layer, budget) for layer in layers]
-            for row in rate_rows(trace, sums, nothing, nothing, [float(budget)] * len(layers), chance):
-                if row["choices"]:
-                    rows.append({**row, "predictor": name, "budget": budget, "optimum": 1.0})
-    frame = pd.DataFrame(rows).rename(columns={"hit_rate": "recall"})
+            by_layer = rate_rows(trace, sums, nothing, nothing, [float(budget)] * len(layers), chance)
+            facts = {"predictor": name, "budget": budget, "optimum": 1.0}
+            rows += [row | facts for row in by_layer if row["choices"]]
     unused = ["token_hit_rate", "compulsory", "loads_per_token", "layer_slots"]
-    return frame.drop(columns=unused)
+    return pd.DataFrame(rows).rename(columns={"hit_rate": "recall"}).drop(columns=unused)
 
 
-def rank_counts(trace: TokenTrace, splits: list[Split]) -> dict[str, DepthCounts]:
+def rank_counts(trace: TokenTrace, splits: list[Split]) -> dict[str, Integers]:
     """Count the places of the chosen experts in every predictor's ranking, in the trace's last layer; the one
     before it, if there is one, predicts it."""
     at = len(trace.layers) - 1
     n, chosen_TK = trace.n_experts[at], trace.chosen_LTK[at]
     group_T, groups = trace.group_T, trace.n_groups
 
-    def counted(place_TK: Depths, part_T: Mask) -> DepthCounts:
-        return count_depths(place_TK, group_T[part_T], groups, n)
+    def counted(place_TK: Depths, part: Mask | Integers) -> Integers:
+        return count_depths(place_TK, group_T[part], groups, n)
 
     first_T, everything = trace.starts()[trace.document_T], np.ones(len(group_T), dtype=bool)
     recent_TK = recency(chosen_TK, n, first_T)[0]
     follows_T = np.arange(len(first_T)) > first_T  # a document's first token has no previous one
     follows_T[1:] &= (chosen_TK[:-1] >= 0).any(1)
-    found = {
-        "static": added([counted(listed_places(chosen_TK, n, split), split.test_T) for split in splits]),
+    static = [counted(listed_places(chosen_TK, n, split), split.test_T) for split in splits]
+    counts = {
+        "static": np.sum(static, axis=0),
         "static_in_sample": counted(listed_places(chosen_TK, n, Split(everything, everything)), everything),
         "previous_token": counted(recent_TK[follows_T], follows_T),
     }
-    before_TK = trace.chosen_LTK[at - 1] if at else np.full_like(chosen_TK, -1)
-    n_before = trace.n_experts[at - 1] if at else n
-    both_T = (before_TK >= 0).any(1) & (chosen_TK >= 0).any(1)
+    n_before, routed_T = trace.n_experts[0], (chosen_TK >= 0).any(1)
+    before_TK = trace.chosen_LTK[0] if at else np.full_like(chosen_TK, -1)
+    both_T = (before_TK >= 0).any(1) & routed_T
     parts = []
     for split in splits:
-        learn_T, test_T = split.learn_T & both_T, thinned(split.test_T & both_T)
+        learn_T, test = split.learn_T & both_T, np.flatnonzero(split.test_T & both_T)
+        test = test[:: max(-(-len(test) // MOST_TESTED), 1)]  # more would cost time and gain no digit
         pairs_EE = count_pairs(before_TK[learn_T], chosen_TK[learn_T], n_before, n)
         scores = follow_scores(pairs_EE, usage(before_TK[learn_T], n_before), usage(chosen_TK[learn_T], n))
-        parts.append(counted(predicted_places(scores, before_TK[test_T], chosen_TK[test_T]), test_T))
-    probed_T = np.zeros(len(first_T), dtype=bool)
-    named_TX = np.full((len(first_T), 1), -1, dtype=np.int16)
-    if trace.probed_LTX is not None:
-        named_TX = trace.probed_LTX[at]
-        probed_T = (named_TX >= 0).any(1) & (chosen_TK >= 0).any(1)
-    probed = counted(named_places(named_TX[probed_T], chosen_TK[probed_T], n), probed_T)
-    return found | {"previous_layer": added(parts), "next_router": probed}
-
-
-def thinned(tokens_T: Mask) -> Mask:
-    """At most 131,072 of the tokens, evenly spaced: more would cost time and gain no digit."""
-    places = np.flatnonzero(tokens_T)
-    kept_T = np.zeros(len(tokens_T), dtype=bool)
-    kept_T[places[:: max(-(-len(places) // MOST_TESTED), 1)]] = True
-    return kept_T
-
-
-def listed_places(chosen_TK: NDArray[np.integer], n: int, split: Split) -> Depths:
-    """Place of every tested choice in the list of the experts used most where was learned."""
-    place_E = np.empty(n, dtype=np.int64)
-    place_E[hottest_first(usage(chosen_TK[split.learn_T], n))] = np.arange(n)
-    tested_TK = chosen_TK[split.test_T]
-    return np.where(tested_TK < 0, -1, place_E[tested_TK])
+        parts.append(counted(predicted_places(scores, before_TK[test], chosen_TK[test]), test))
+    named_TX = np.full_like(chosen_TK, -1) if trace.probed_LTX is None else trace.probed_LTX[at]
+    probed_T = (named_TX >= 0).any(1) & routed_T
+    return counts | {
+        "previous_layer": np.sum(parts, axis=0),
+        "next_router": counted(named_places(named_TX[probed_T], chosen_TK[probed_T], n), probed_T),
+    }
 
 
 def named_places(named_TX: NDArray[np.integer], chosen_TK: NDArray[np.integer], n_experts: int) -> Depths:

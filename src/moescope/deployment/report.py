@@ -2,47 +2,45 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
 
 import pandas as pd
 
-from moescope.deployment.figures import (
-    COVERAGE,
-    PLACEMENT,
-    PREDICTOR_STYLES,
-    PREFETCH,
-    RESIDENCY,
-    coverage_words,
-    lead_slots,
-    loading_words,
-    method_words,
-    one_each,
-    percent,
-    policy_rate,
-    prefetch_words,
-    rate_words,
-    size_words,
-    together,
-)
+from moescope.deployment.figures import COVERAGE, PLACEMENT, PREFETCH, RESIDENCY
 from moescope.deployment.tables import TABLES
+from moescope.plotting.marks import Mark
 from moescope.plotting.style import capital, counted, number
-from moescope.reporting.pack import table_payload
+from moescope.reporting.findings import Number, Said, key_numbers, say_all
+from moescope.reporting.views import drawable, shown_table
 from moescope.run import Run
-from moescope.verb import (
-    FigureSpec,
-    Finding,
-    KeyNumber,
-    Measure,
-    Section,
-    Selection,
-    Summary,
-    Tables,
-    all_rows,
-)
+from moescope.verb import Finding, Measure, Section, Selection, Summary, Tables, all_rows
 
 NOTHING_TO_PLACE = "one expert per device: nothing to place"
 LEAST_USED = 20  # rows of the table of experts
+LRU, STATIC, IN_SAMPLE, BEST, SPLIT = (
+    f"policy == '{name}' and lead" for name in ("lru", "static", "static_in_sample", "belady", "lru_split")
+)
+LEARNED = "predictor != 'static_in_sample' and budget == budget.min()"
+TEST = "domain == '' and not extrapolated"
+# fmt: off
+NUMBERS = [
+    Number("residency", "hit_rate", where=LRU, name="LRU hit rate, {slots} slots"),
+    Number("prefetch", "recall", where=LEARNED, pick="best", name="Best prefetch recall: {predictor}"),
+    Number("placement", "balancedness", where="method == 'balanced' and devices > 1", name="Mean/max load, {devices} devices"),
+    Number("coverage", "tokens", where="domain == ''", only="below", name="Experts with fewer than {minimum} tokens", of="experts"),
+]
+FINDINGS = [
+    Said("residency", "hit_rate", where=LRU, text="Expert cache: {slots} of {n_experts} experts per layer hold {value}{interval} of choices with LRU ({chance}; best possible from an empty cache: {optimum}).", figure="cache_curve"),
+    Said("residency", "hit_rate", where=STATIC, text="Static list: the {slots} experts per layer used most on other text hold {value}{interval} of choices ({chance}).", figure="cache_curve"),
+    Said("residency", "loads_per_token", where=LRU, text="Loading with {slots} slots and LRU: {value} experts per token ({chance}).", figure="cache_curve"),
+    Said("residency", "hit_rate", where=SPLIT, text="Slots split over layers by what they gain hold {value}{interval} of choices, equal slots {uniform}.", figure="cache_curve"),
+    Said("prefetch", "recall", where=LEARNED, pick="best", group="predictor", text="Prefetch recall, {budget} experts named: {groups} ({chance}).", figure="prefetch_curve"),
+    Said("placement", "balancedness", where="devices > 1", pick="best", group="method", text="Placement on {devices} devices, mean over max load: {groups} ({chance}).", figure="placement_balance"),
+    Said("placement", "cross_device", where="devices > 1", pick="best", group="method", text="Remote devices per token, all layers: {groups}.", figure="placement_traffic"),
+    Said("coverage", "tokens", where="domain == ''", only="below", pick="smallest", text="Coverage: {count} of {total} experts have fewer than {minimum} tokens; fewest {place}, {value} ({chance}).", otherwise="Coverage: all {total} experts have at least {minimum} tokens.", figure="coverage_experts"),
+    Said("coverage_curve", "needed", where=TEST, pick="last", text="About {needed} documents like these [{needed_low}, {needed_high}] would give every expert {minimum} tokens.", figure="coverage_documents"),
+]
+# fmt: on
 
 
 def title(run: Run) -> str:
@@ -51,135 +49,51 @@ def title(run: Run) -> str:
 
 
 def summary(run: Run) -> Summary:
-    """Coverage, key numbers and findings, each with the optimum and the chance level."""
+    """Coverage, key numbers and findings, each with its chance level."""
     info = run.info["tokens"]
     coverage = [
         f"{counted(info['tokens'], 'token')} of {info['phase']}, {counted(info['documents'], 'document')}, "
         f"{counted(info['layers'], 'MoE layer')}, {info['k']} experts per token"
     ]
-    keys: list[KeyNumber] = []
-    findings: list[str] = []
-    parts = (cache_summary, prefetch_summary, placement_summary) if "residency" in run.tables else ()
-    for part in (*parts, coverage_summary):
-        more_keys, more_findings = part(run)
-        keys, findings = keys + more_keys, findings + more_findings
-    return Summary(coverage, findings, keys)
+    tables = all_rows(run, Selection())
+    nothing: list[str] = []
+    if one_each(tables):
+        devices = int(tables.pop("placement")["devices"].iloc[0])
+        nothing = [Finding(f"Placement on {devices} devices: {NOTHING_TO_PLACE}.", tab="deployment")]
+    findings = say_all(FINDINGS, tables, TABLES)
+    findings[1:1] = needed_findings(run)
+    return Summary(coverage, [*findings, *nothing], key_numbers(NUMBERS, tables, TABLES))
 
 
-def cache_summary(run: Run) -> tuple[list[KeyNumber], list[str]]:
-    rows = run.table("residency")
-    slots = lead_slots(rows)
-    lru, chance, list_chance = (
-        policy_rate(rows, policy, slots, column)
-        for policy, column in (("lru", "hit_rate"), ("lru", "chance"), ("static", "chance"))
-    )
-    name, word = f"LRU hit rate, {slots} slots", f"optimum {rate_words(rows, 'belady', slots)}"
-    keys = [KeyNumber(name, 100 * lru, 100 * chance, "%", word, "random routing", 100.0)]
-    place = {"tab": "deployment"}
-    of = f"{slots} of {int(rows['n_experts'].max())}"
-    findings: list[str] = [
-        Finding(
-            f"Expert cache: {of} experts per layer hold {rate_words(rows, 'lru', slots)} of choices with "
-            f"LRU; the optimum is {rate_words(rows, 'belady', slots)} (random routing: {percent(chance)} "
-            f"with LRU).{size_words(rows)}",
-            **place,
-        ),
-        Finding(
-            f"Static list: the {of} experts per layer used most on other text hold "
-            f"{rate_words(rows, 'static', slots)} of choices (random list: {percent(list_chance)}), those "
-            f"used most on the same text {rate_words(rows, 'static_in_sample', slots)} (random routing: "
-            f"{percent(policy_rate(rows, 'static_in_sample', slots, 'chance'))}).",
-            **place,
-        ),
-        *needed_findings(run),
-        Finding(
-            f"Loading with {slots} slots: {loading_words(rows, 'lru', slots)} per token with LRU, "
-            f"{loading_words(rows, 'belady', slots)} at the optimum.",
-            **place,
-        ),
-    ]
-    even = policy_rate(rows, "lru_split", slots, "uniform")
-    findings.append(
-        Finding(
-            f"Split over layers: the bytes of {slots} slots placed where they gain most hold "
-            f"{rate_words(rows, 'lru_split', slots)} of choices, equal slots in every layer {percent(even)}.",
-            **place,
-        )
-    )
-    return keys, findings
+def one_each(tables: Tables) -> bool:
+    """Return whether every device holds one expert."""
+    if not {"placement", "residency"} <= set(tables):
+        return False
+    return bool(tables["placement"]["devices"].iloc[0] >= tables["residency"]["n_experts"].max())
 
 
 def needed_findings(run: Run) -> list[str]:
-    """The fewest slots with enough of the choices: of a list learned on other text, LRU and the optimum."""
-    if "slots_needed" not in run.tables:  # older runs
+    """The fewest slots with enough of the choices: of a list learned on other text, LRU and the best possible."""
+    rows = run.table("slots_needed") if "slots_needed" in run.tables else pd.DataFrame()
+    if rows.empty:
         return []
-    rows = together(run.table("slots_needed")).set_index("policy")
+    rows = rows[rows["layer"].isna()].set_index("policy")
     most, share = int(rows["n_experts"].max()), float(rows["share"].iloc[0])
 
     def words(policy: str, random: str) -> str:
         row = rows.loc[policy]
         too_few = f"more than {int(row['replayed'])}" if row["replayed"] < most else "none suffices"
-        found, chance = (
+        slots, chance = (
             too_few if pd.isna(row[name]) else str(int(row[name])) for name in ("slots", "chance")
         )
-        return f"{found} ({random}: {chance})"
+        return f"{slots} ({random}: {chance})"
 
     text = (
         f"Slots per layer for {100 * share:.0f} % of choices, of {most} experts: list learned on other text "
-        f"{words('static', 'random list')}; LRU {words('lru', 'random routing')}; optimum from an empty "
+        f"{words('static', 'random list')}; LRU {words('lru', 'random routing')}; best possible from an empty "
         f"cache {words('belady', 'random routing')}."
     )
-    return [Finding(text, tab="deployment")]
-
-
-def prefetch_summary(run: Run) -> tuple[list[KeyNumber], list[str]]:
-    rows = together(run.table("prefetch"))
-    least = rows[rows["budget"] == rows["budget"].min()].set_index("predictor")
-    best = least.drop(index="static_in_sample").sort_values("recall").iloc[-1]
-    name = PREDICTOR_STYLES[str(best.name)]["name"]
-    recall, chance = 100 * float(best["recall"]), 100 * float(best["chance"])
-    key = KeyNumber("Best prefetch recall", recall, chance, "%", name, "random", 100.0)
-    words = prefetch_words(rows, int(best["budget"]))
-    return [key], [Finding(f"Prefetch recall, {words}", tab="deployment")]
-
-
-def placement_summary(run: Run) -> tuple[list[KeyNumber], list[str]]:
-    rows = run.table("placement")
-    whole = together(rows).set_index("method")
-    devices, copies = int(rows["devices"].iloc[0]), int(rows["redundant"].iloc[0])
-    if devices == 1:
-        return [], []
-    if one_each({name: run.table(name) for name in ("placement", "residency")}):
-        return [], [Finding(f"Placement on {devices} devices: {NOTHING_TO_PLACE}.", tab="deployment")]
-    balanced, default, random = (
-        float(whole.loc[method, "balancedness"]) for method in ("balanced", "contiguous", "random")
-    )
-    key = KeyNumber(
-        f"Mean/max load, {devices} devices", balanced, random, "", "balanced placement", "random", 1.0
-    )
-    where = f"{devices} devices" + (f", {copies} redundant per layer" if copies else "")
-    findings: list[str] = [
-        Finding(
-            f"Placement on {where}: mean over max load {number(balanced)}, {number(default)} with experts in "
-            f"order (random: {number(random)}; optimum: 1).",
-            tab="deployment",
-        ),
-        Finding(
-            f"Remote devices per token and layer: {method_words(rows, 'cross_device')}.",
-            tab="deployment",
-        ),
-    ]
-    return [key], findings
-
-
-def coverage_summary(run: Run) -> tuple[list[KeyNumber], list[str]]:
-    rows = run.table("coverage_curve")
-    whole = (
-        rows[(rows["domain"] == "") & ~rows["extrapolated"].astype(bool)].sort_values("documents").iloc[-1]
-    )
-    experts, name = int(whole["experts"]), f"Experts with {int(whole['minimum'])} tokens"
-    key = KeyNumber(name, experts - int(whole["below"]), unit=f"of {experts:,}", most=float(experts))
-    return [key], [Finding(f"Coverage: {coverage_words(rows)}", tab="deployment", colour="coverage")]
+    return [Finding(text, figure="cache_curve")]
 
 
 def measures(run: Run) -> list[Measure]:
@@ -203,54 +117,40 @@ def sections(run: Run, selection: Selection) -> list[Section]:
     return [*parts, coverage_section(tables), export_section(run)]
 
 
-def drawable(specs: Sequence[FigureSpec], tables: Tables) -> list[tuple[FigureSpec, Tables]]:
-    return [(spec, tables) for spec in specs if spec.can_draw(tables)]
-
-
 def residency_section(tables: Tables) -> Section:
-    rows = tables["residency"]
-    skipped = {"layer", "layer_name", "layer_slots", "n_experts", "tokens", "choices"}
-    columns = [
-        name
-        for name in TABLES["residency"].columns
-        if name not in skipped and together(rows)[name].notna().any()
-    ]
-    return Section(
-        "caches",
-        "Expert caches",
-        "One cache per layer, replayed choice by choice in the order of the trace. Lists are learned on "
-        "other documents than those they are tested on.",
-        drawable(RESIDENCY, {"residency": rows}),
-        [table_payload(TABLES["residency"], together(rows), columns, "All layers together")],
+    skipped = {"layer", "layer_name", "layer_slots", "n_experts", "tokens", "choices", "lead"}
+    columns = [name for name in TABLES["residency"].columns if name not in skipped]
+    text = (
+        "One cache per layer, replayed choice by choice in the order of the trace. Lists are learned on other "
+        "documents than those they are tested on."
     )
+    return part("caches", "Expert caches", text, RESIDENCY, "residency", tables, columns)
 
 
 def prefetch_section(tables: Tables) -> Section:
-    rows = tables["prefetch"]
     columns = ["predictor", "budget", "tokens", "recall", "low", "high", "chance"]
-    columns = [name for name in columns if rows[name].notna().any()]
-    return Section(
-        "prefetch",
-        "Prefetching",
-        "How many of a token's experts can be named before the layer's router runs.",
-        drawable(PREFETCH, {"prefetch": rows}),
-        [table_payload(TABLES["prefetch"], together(rows), columns, "All layers together")],
-    )
+    text = "How many of a token's experts can be named before the layer's router runs."
+    return part("prefetch", "Prefetching", text, PREFETCH, "prefetch", tables, columns)
 
 
 def placement_section(tables: Tables) -> Section:
-    rows = tables["placement"]
-    columns = ["method", "balancedness", "batch_balancedness", "cross_device", "cross_node"]
     if one_each(tables):
         return Section("placement", "Placement on devices", f"{capital(NOTHING_TO_PLACE)}.")
-    return Section(
-        "placement",
-        "Placement on devices",
+    columns = ["method", "balancedness", "batch_balancedness", "cross_device", "cross_node"]
+    text = (
         "Every layer's experts on devices: how evenly they share the load, and how many devices a token is "
-        "sent to. Placements that learn are tested on other documents.",
-        drawable(PLACEMENT, {"placement": rows}),
-        [table_payload(TABLES["placement"], together(rows), columns, "All layers together")],
+        "sent to. Placements that learn are tested on other documents."
     )
+    return part("placement", "Placement on devices", text, PLACEMENT, "placement", tables, columns)
+
+
+def part(
+    anchor: str, title: str, text: str, specs: list[Mark], name: str, tables: Tables, columns: list[str]
+) -> Section:
+    """Figures of a table, and its rows of all layers together."""
+    rows = tables[name]
+    whole = shown_table(TABLES[name], rows[rows["layer"].isna()], columns, "All layers together")
+    return Section(anchor, title, text, drawable(specs, tables), [whole])
 
 
 def coverage_section(tables: Tables) -> Section:
@@ -262,7 +162,7 @@ def coverage_section(tables: Tables) -> Section:
         "Whether the text reached every expert: an expert that few tokens chose is calibrated, quantised or "
         "pruned on little evidence.",
         drawable(COVERAGE, tables),
-        [table_payload(TABLES["coverage"], least, columns, f"The {LEAST_USED} least used experts")],
+        [shown_table(TABLES["coverage"], least, columns, f"The {LEAST_USED} least used experts")],
     )
 
 
@@ -271,12 +171,11 @@ def export_section(run: Run) -> Section:
     known = {
         "sglang": "SGLang, --init-expert-location FILE",
         "vllm_experimental": "vLLM: experts per place and MoE layer; experimental, no release reads it",
-        "vllm_ascend": "vllm-ascend, expert_map_path",
         "hot": "offloading: experts per layer by falling use",
         "esft": "ESFT, expert configuration for fine-tuning",
     }
     facts = {
-        f"exports/{name}": next(text for start, text in known.items() if name.startswith(start))
+        f"exports/{name}": next((text for start, text in known.items() if name.startswith(start)), "")
         for name in run.info["exports"]
     }
     text = "Written into the run folder, learned on all documents."

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
+import pandas as pd
+from numpy.typing import NDArray
 
 from moescope.deployment.caches import (
-    DepthCounts,
+    Depths,
     Replay,
     belady,
     count_depths,
+    held,
     lfu,
     neighbours,
     recency,
@@ -20,13 +23,69 @@ from moescope.deployment.caches import (
     spread,
     stack_depths,
 )
-from moescope.deployment.chance import random_rates
-from moescope.deployment.tokens import Split, TokenTrace, hottest_first, map_parts, usage
+from moescope.deployment.tokens import Split, TokenTrace, counts_by, hottest_first, map_parts, usage
 from moescope.statistics import clip_share, jackknife_interval
 from moescope.types import Array, Integers
 
-if TYPE_CHECKING:
-    import pandas as pd
+# --- chance level of expert caches: the same policy on random routing, replayed
+
+ENOUGH_CHOICES = 2**15  # of all repetitions together: a standard error of about 0.3 %
+MOST_REPETITIONS = 256
+
+
+def random_choices(filled_TK: NDArray[np.bool_], n_experts: int, generator: np.random.Generator) -> Integers:
+    """Draw different experts per token, all equally likely; -1 where a slot is empty."""
+    tokens, k = filled_TK.shape
+    chosen_TK = np.empty((tokens, k), dtype=np.int64)
+    sorted_TK = np.empty((tokens, 0), dtype=np.int64)
+    for slot in range(k):
+        # a number among the experts that are left, then past each smaller one that is taken
+        chosen_T: Integers = generator.integers(0, max(n_experts - slot, 1), (tokens,))
+        for taken_T in sorted_TK.T:
+            chosen_T = chosen_T + (chosen_T >= taken_T)
+        chosen_TK[:, slot] = chosen_T
+        sorted_TK = np.sort(chosen_TK[:, : slot + 1], axis=1)
+    return np.where(filled_TK, chosen_TK, -1)
+
+
+def random_rates(
+    filled_TK: NDArray[np.bool_], document_T: Integers | None, n_experts: int, most: int, seed: int
+) -> dict[str, Array]:
+    """Return the hit rate of every policy on random routing, for 0 to `most` slots (LRU and lists: to n).
+
+    `document_T` is given where caches start empty in every document. Short traces are drawn repeatedly.
+    """
+    repetitions = min(-(-ENOUGH_CHOICES // max(int(filled_TK.sum()), 1)), MOST_REPETITIONS)
+    repetition_T = np.repeat(np.arange(repetitions), len(filled_TK))
+    filled_TK = np.tile(filled_TK, (repetitions, 1))
+    chosen_TK = random_choices(filled_TK, n_experts, np.random.default_rng(seed))
+    start_T = repetition_T  # tokens of one number share a cache
+    if document_T is not None:
+        start_T = repetition_T * (int(document_T.max(initial=0)) + 1) + np.tile(document_T, repetitions)
+    first_T = np.searchsorted(start_T, start_T)  # they are sorted
+    start_S = np.repeat(start_T, filled_TK.sum(1))
+    sequence_S = chosen_TK[filled_TK]
+    known = neighbours(sequence_S, start_S)
+    best = belady(sequence_S, n_experts, document_S=start_S, known=known)
+    by_use, optimum = stack_depths([lfu(sequence_S, n_experts, start_S, known), best], most)
+    use_RE = counts_by(chosen_TK, repetition_T, repetitions, n_experts)
+    held_E = np.sort(use_RE, axis=1)[:, ::-1].sum(0) / max(len(sequence_S), 1)
+    return {
+        "static": np.arange(n_experts + 1) / n_experts,
+        "static_in_sample": np.concatenate([[0.0], np.cumsum(held_E)]),
+        "lru": hit_rates(recency(chosen_TK, n_experts, first_T)[1][filled_TK], n_experts),
+        "lfu": hit_rates(by_use, most),
+        "belady": hit_rates(optimum, most),
+    }
+
+
+def hit_rates(depth_S: NDArray[np.integer], most: int) -> Array:
+    """Share of choices that caches of 0 to `most` slots hold."""
+    counts_D = np.bincount(np.minimum(depth_S, most), minlength=most + 1)[:most]
+    return np.concatenate([[0.0], np.cumsum(counts_D)]) / max(len(depth_S), 1)
+
+
+# --- replays of a trace
 
 POLICIES = ("static", "static_in_sample", "lru", "lru_split", "lfu", "belady")
 ENOUGH = 0.8  # of the choices, for the slots that are needed
@@ -34,19 +93,13 @@ DEPTH = 32  # slots with which all policies are replayed at least, where there a
 CHOICES_AT_ONCE = 2**23  # of all layers that are replayed together: bounds memory, 90 bytes per choice
 
 
-class Replayed(NamedTuple):
-    """One policy in one layer: depths of the tested choices, and those of the optimum from the same start."""
-
-    counts: DepthCounts
-    optimum: DepthCounts | None
-
-
 class LayerReplays(NamedTuple):
-    """All policies in one layer; of LRU also each split's learned and tested part."""
+    """Counts of depths in one layer by policy; of LRU also each split's learned and tested part."""
 
-    policies: dict[str, Replayed]
-    learned: list[DepthCounts]
-    tested: list[DepthCounts]
+    policies: dict[str, Integers]
+    optima: dict[str, Integers]  # of Belady's rule from the same start
+    learned: list[Integers]
+    tested: list[Integers]
     compulsory: float  # share of choices that are an expert's first
 
 
@@ -63,11 +116,8 @@ def residency_tables(
 ) -> dict[str, pd.DataFrame]:
     """Return residency, one row per policy, number of slots and layer, and slots_needed, one per policy and
     layer; layer null: all layers together."""
-    import pandas as pd
-
     slots = list(slots)
-    most = max(*slots, min(max(trace.n_experts), DEPTH))
-    count = len(trace.layers)
+    most, count = max(*slots, min(max(trace.n_experts), DEPTH)), len(trace.layers)
     at_once = min(max(CHOICES_AT_ONCE // max(trace.chosen_LTK[0].size, 1), 1), -(-count // jobs))
     parts = [trace.part(begin, begin + at_once) for begin in range(0, count, at_once)]
     work = partial(replay_layers, most=most, splits=splits, cold=cold)
@@ -80,24 +130,28 @@ def residency_tables(
         for policy in POLICIES:
             if policy == "lru_split":
                 rows += split_rows(trace, layers, size, sizes_L, chance["lru"])
-            else:
-                caches = [
-                    Part(size, *layer.policies[policy], min(size, n))
-                    for layer, n in zip(layers, trace.n_experts, strict=True)
-                ]
-                rows += policy_rows(trace, policy, size, caches, layers, chance[policy])
+                continue
+            sums = [layer_sums(layer.policies[policy], size) for layer in layers]
+            optima = [layer.optima.get(policy) for layer in layers]
+            best = [np.nan if counts is None else share_of(layer_sums(counts, size)) for counts in optima]
+            layer_slots = [float(min(size, n)) for n in trace.n_experts]
+            first = [layer.compulsory for layer in layers]
+            of_size = rate_rows(trace, sums, best, first, layer_slots, chance[policy])
+            rows += [{**row, "policy": policy, "slots": size} for row in of_size]
     frame = pd.DataFrame(rows)
     frame["bytes_per_token"] = np.nan
     if expert_bytes is not None:
         by_layer = dict(zip(trace.layers, expert_bytes, strict=True))
-        frame["bytes_per_token"] = frame["loads_per_token"] * frame["layer"].map(by_layer)
-        keys = ["policy", "slots"]
-        totals = frame.groupby(keys)["bytes_per_token"].sum()
-        everywhere = frame["layer"].isna()
-        frame.loc[everywhere, "bytes_per_token"] = [
-            totals[row] for row in frame.loc[everywhere, keys].itertuples(index=False, name=None)
-        ]
+        bytes_R = frame["loads_per_token"] * frame["layer"].map(by_layer)
+        totals = bytes_R.groupby([frame["policy"], frame["slots"]]).transform("sum")
+        frame["bytes_per_token"] = bytes_R.where(frame["layer"].notna(), totals)
     frame["ms_per_token"] = frame["bytes_per_token"] / (bandwidth * 1e6) if bandwidth else np.nan
+    frame["loads_chance"] = frame["choices"] / frame["tokens"] * (1 - frame["chance"])
+    for unit in ("bytes", "ms"):  # every choice costs the mean of those that were loaded
+        each = frame[f"{unit}_per_token"] / frame["loads_per_token"].where(frame["loads_per_token"] > 0)
+        frame[f"{unit}_chance"] = frame["loads_chance"] * each
+    half = max(trace.n_experts) / 2
+    frame["lead"] = frame["slots"] == min(sorted(slots), key=lambda size: abs(size - half))
     return {"residency": frame, "slots_needed": needed_table(trace, layers, chance)}
 
 
@@ -105,33 +159,25 @@ def needed_table(
     trace: TokenTrace, layers: list[LayerReplays], chance: dict[str, list[Array]]
 ) -> pd.DataFrame:
     """Return the fewest slots with which each policy holds enough of the choices."""
-    import pandas as pd
-
     rows = []
     for policy, random_curves in chance.items():
-        counts = [layer.policies[policy].counts.choices_GD.sum(0) for layer in layers]
-        curves = [
-            np.concatenate([[0], np.cumsum(count_D[:-1])]) / max(count_D.sum(), 1) for count_D in counts
-        ]
-        choices_L = np.array([count_D.sum() for count_D in counts], dtype=float)
-        weights_L = choices_L / max(choices_L.sum(), 1)
-        curves.append(mean_curve(curves, weights_L))
-        random = [*random_curves, mean_curve(random_curves, weights_L)]
-        for at, curve in enumerate(curves):
-            row: dict[str, Any] = {"policy": policy, "layer": None, "n_experts": max(trace.n_experts)}
-            if at < len(trace.layers):
-                row |= {"layer": trace.layers[at], "layer_name": trace.layer_names[at]}
-                row |= {"n_experts": trace.n_experts[at]}
+        counts_LD = [layer.policies[policy][0].sum(0) for layer in layers]
+        choices_L = np.array([counts_D.sum() for counts_D in counts_LD], dtype=float)
+        curves = [np.cumsum([0, *counts_D[:-1]]) / max(counts_D.sum(), 1) for counts_D in counts_LD]
+        both = [[*each, mean_curve(each, choices_L)] for each in (curves, random_curves)]
+        for at, (curve, random_curve) in enumerate(zip(*both, strict=True)):
             needed = first_reaching(curve, trace.k)
-            row |= {"share": ENOUGH, "slots": needed, "hit_rate": np.nan if needed is None else curve[needed]}
-            rows.append(row | {"chance": first_reaching(random[at], trace.k), "replayed": len(curve) - 1})
+            row = {"policy": policy, "share": ENOUGH, "slots": needed, "replayed": len(curve) - 1}
+            row |= {"hit_rate": np.nan if needed is None else curve[needed]}
+            rows.append(row | {"chance": first_reaching(random_curve, trace.k), **trace.place(at)})
     return pd.DataFrame(rows)
 
 
-def mean_curve(curves: list[Array], weights_L: Array) -> Array:
-    """Mean over layers; one with fewer experts stays at its last rate."""
+def mean_curve(curves: list[Array], choices_L: Array) -> Array:
+    """Mean over layers by choices; one with fewer experts stays at its last rate."""
     longest = max(map(len, curves))
-    return weights_L @ np.stack([np.pad(curve, (0, longest - len(curve)), mode="edge") for curve in curves])
+    padded = [np.pad(curve, (0, longest - len(curve)), mode="edge") for curve in curves]
+    return choices_L / max(choices_L.sum(), 1) @ np.stack(padded)
 
 
 def first_reaching(curve_S: Array, k: int) -> int | None:
@@ -143,22 +189,22 @@ def first_reaching(curve_S: Array, k: int) -> int | None:
 def chance_curves(trace: TokenTrace, most: int, cold: bool, seed: int) -> dict[str, list[Array]]:
     """Hit rates on random routing by number of slots, per policy and layer; equal layers are drawn once."""
     drawn: dict[tuple[int, bytes], dict[str, Array]] = {}
-    curves: dict[str, list[Array]] = {policy: [] for policy in POLICIES if policy != "lru_split"}
+    layers = []
     for n, chosen_TK in zip(trace.n_experts, trace.chosen_LTK, strict=True):
         filled_TK = chosen_TK >= 0
         key = (n, np.packbits(filled_TK).tobytes())
         if key not in drawn:
             drawn[key] = random_rates(filled_TK, trace.document_T if cold else None, n, most, seed)
-        for policy, layers in curves.items():
-            layers.append(drawn[key][policy])
-    return curves
+        layers.append(drawn[key])
+    return {policy: [rates[policy] for rates in layers] for policy in layers[0]}
 
 
 def replay_layers(trace: TokenTrace, most: int, splits: list[Split], cold: bool) -> list[LayerReplays]:
     """Replay all policies in every layer, all caches side by side."""
     group_T, groups = trace.group_T, trace.n_groups
     first_T = trace.starts()[trace.document_T] if cold else None
-    everything = Split(np.ones(len(group_T), dtype=bool), np.ones(len(group_T), dtype=bool))
+    everything = Split(*np.ones((2, len(group_T)), dtype=bool))
+    nothing = np.zeros(0, dtype=np.int64)
     replays: list[Replay] = []
     for n, chosen_TK in zip(trace.n_experts, trace.chosen_LTK, strict=True):
         filled_TK = chosen_TK >= 0
@@ -166,95 +212,53 @@ def replay_layers(trace: TokenTrace, most: int, splits: list[Split], cold: bool)
         sequence_S = chosen_TK[filled_TK]
         known = neighbours(sequence_S, document_S)
         replays.append(lfu(sequence_S, n, document_S, known))
-        nothing, list_E = np.zeros(0, dtype=np.int64), hottest_first(usage(chosen_TK, n))
-        replays.append(belady(sequence_S, n, [nothing] if cold else [nothing, list_E], document_S, known))
+        starts = [nothing] if cold else [nothing, hottest_first(usage(chosen_TK, n))]
+        replays.append(belady(sequence_S, n, starts, document_S, known))
         for split in [] if cold else splits:
             tested_TK = chosen_TK[split.test_T]
             list_E = hottest_first(usage(chosen_TK[split.learn_T], n))
             replays.append(belady(tested_TK[tested_TK >= 0], n, [list_E]))
     depths = iter(stack_depths(replays, most))
-    found = []
+    replayed = []
     for n, chosen_TK in zip(trace.n_experts, trace.chosen_LTK, strict=True):
         filled_TK = chosen_TK >= 0
         by_use, optimum = (count_depths(spread(next(depths), filled_TK), group_T, groups, most) for _ in "ab")
-        static = []
+        static, optima = [], []
         for split in [everything, *splits]:
-            rank_E = np.empty(n, dtype=np.int16)
-            rank_E[hottest_first(usage(chosen_TK[split.learn_T], n))] = np.arange(n)
             tested_TK, tested_group_T = chosen_TK[split.test_T], group_T[split.test_T]
-            ranks_TK = np.where(tested_TK < 0, np.int16(-1), rank_E[tested_TK])
-            best = None
+            static.append(count_depths(listed_places(chosen_TK, n, split), tested_group_T, groups, n))
             if not cold:
                 best_TK = spread(next(depths), tested_TK >= 0)
-                best = count_depths(best_TK, tested_group_T, groups, most)
-            static.append(Replayed(count_depths(ranks_TK, tested_group_T, groups, n), best))
+                optima.append(count_depths(best_TK, tested_group_T, groups, most))
         lru_TK = recency(chosen_TK, n, first_T)[1]
         # a token of a split is learned from or tested on: both are counted in one go
-        learned, tested = [], []
-        for split in splits:
-            apart = count_depths(lru_TK, group_T + groups * split.test_T, 2 * groups, n)
-            learned.append(DepthCounts(*(counts_GD[:groups] for counts_GD in apart)))
-            tested.append(DepthCounts(*(counts_GD[groups:] for counts_GD in apart)))
-        counts = added([learned[0], tested[0]])
-        policies = {
-            "static": joined(static[1:]),
-            "static_in_sample": static[0],
-            "lru": Replayed(counts, optimum),
-            "lfu": Replayed(by_use, optimum),
-            "belady": Replayed(optimum, optimum),
-        }
-        first = float(counts.choices_GD[:, n].sum() / max(counts.choices_GD.sum(), 1))
-        found.append(LayerReplays(policies, learned, tested, first))
-    return found
+        halves = [count_depths(lru_TK, group_T + groups * split.test_T, 2 * groups, n) for split in splits]
+        learned, tested = [counts[:, :groups] for counts in halves], [counts[:, groups:] for counts in halves]
+        lru = learned[0] + tested[0]
+        policies = {"lru": lru, "lfu": by_use, "belady": optimum, "static_in_sample": static[0]}
+        policies["static"] = np.sum(static[1:], axis=0)
+        of_policy = dict.fromkeys(("lru", "lfu", "belady"), optimum)
+        if not cold:
+            of_policy |= {"static_in_sample": optima[0], "static": np.sum(optima[1:], axis=0)}
+        first = float(lru[0, :, n].sum() / max(lru[0].sum(), 1))
+        replayed.append(LayerReplays(policies, of_policy, learned, tested, first))
+    return replayed
 
 
-def joined(parts: list[Replayed]) -> Replayed:
-    """Add up the tested parts of all splits."""
-    optima = [part.optimum for part in parts if part.optimum is not None]
-    return Replayed(added([part.counts for part in parts]), added(optima) if optima else None)
-
-
-def added(counts: list[DepthCounts]) -> DepthCounts:
-    choices = np.sum([part.choices_GD for part in counts], axis=0)
-    return DepthCounts(choices, np.sum([part.tokens_GD for part in counts], axis=0))
+def listed_places(chosen_TK: NDArray[np.integer], n: int, split: Split) -> Depths:
+    """Place of every tested choice in the list of the experts used most where was learned."""
+    place_E = np.empty(n, dtype=np.int16)
+    place_E[hottest_first(usage(chosen_TK[split.learn_T], n))] = np.arange(n)
+    tested_TK = chosen_TK[split.test_T]
+    return np.where(tested_TK < 0, np.int16(-1), place_E[tested_TK])
 
 
 # --- rows
 
 
-class Part(NamedTuple):
-    """What a row is made of: depths in one layer, the optimum's, and the slots that the layer has."""
-
-    slots: int
-    counts: DepthCounts
-    optimum: DepthCounts | None
-    layer_slots: float
-
-
-def policy_rows(
-    trace: TokenTrace,
-    policy: str,
-    slots: int,
-    parts: list[Part],
-    layers: list[LayerReplays],
-    chance: list[Array],
-) -> list[dict[str, Any]]:
-    """Return the rows of one policy and size: every layer, then all together."""
-    sums = [layer_sums(part.counts, part.slots) for part in parts]
-    best = [
-        np.nan if part.optimum is None else share_of(layer_sums(part.optimum, part.slots)) for part in parts
-    ]
-    first = [layer.compulsory for layer in layers]
-    return [
-        {**row, "policy": policy, "slots": slots}
-        for row in rate_rows(trace, sums, best, first, [part.layer_slots for part in parts], chance)
-    ]
-
-
-def layer_sums(counts: DepthCounts, slots: int) -> Integers:
+def layer_sums(counts_XGD: Integers, slots: int) -> Integers:
     """Hits, choices, tokens with hits only, and tokens, per group of documents."""
-    hits_G, whole_G = counts.hits_G(slots), counts.hits_G(slots, tokens=True)
-    return np.stack([hits_G, counts.choices_GD.sum(1), whole_G, counts.tokens_GD.sum(1)], axis=1)
+    return np.stack([held(counts_XGD, slots), counts_XGD.sum(2)], axis=1).reshape(4, -1).T
 
 
 def share_of(sums_GX: Integers) -> float:
@@ -272,49 +276,31 @@ def rate_rows(
 ) -> list[dict[str, Any]]:
     """Rates with intervals, per layer and of all layers together (weighted by choices)."""
     choices_L = np.array([sums_GX[:, 1].sum() for sums_GX in sums], dtype=float)
-    weights_L = choices_L / max(choices_L.sum(), 1)
-    chance_L = np.array(
-        [
-            np.interp(size, np.arange(len(rates)), rates)
-            for size, rates in zip(layer_slots, chance, strict=True)
-        ]
-    )
-    rows = []
-    for at, number in enumerate(trace.layers):
-        row = rate_row(trace, sums[at], best[at], first[at], float(chance_L[at]))
-        row |= {"layer": number, "layer_name": trace.layer_names[at], "n_experts": trace.n_experts[at]}
-        rows.append(row | {"layer_slots": layer_slots[at]})
-    together = rate_row(
-        trace,
-        np.sum(sums, axis=0),
-        float(weights_L @ np.array(best)),
-        float(weights_L @ np.array(first)),
-        float(weights_L @ chance_L),
-    )
-    loads = sum(row["loads_per_token"] for row in rows)
-    tokens = max(row["tokens"] for row in rows)
-    together |= {"layer": None, "n_experts": max(trace.n_experts), "loads_per_token": loads, "tokens": tokens}
-    return [*rows, together | {"layer_slots": float(np.mean(layer_slots))}]
+    by_slots = zip(layer_slots, chance, strict=True)
+    chance_L = [np.interp(size, np.arange(len(rates)), rates) for size, rates in by_slots]
+    known_LX = np.array([best, chance_L, first, layer_slots]).T
+    means_X = choices_L / max(choices_L.sum(), 1) @ known_LX
+    means_X[3] = np.mean(layer_slots)
+    all_sums = zip([*sums, np.sum(sums, axis=0)], [*known_LX, means_X], strict=True)
+    rows = [rate_row(trace, *one) | trace.place(at) for at, one in enumerate(all_sums)]
+    loads = sum(row["loads_per_token"] for row in rows[:-1])
+    rows[-1] |= {"loads_per_token": loads, "tokens": max(row["tokens"] for row in rows[:-1])}
+    return rows
 
 
-def rate_row(
-    trace: TokenTrace, sums_GX: Integers, best: float, first: float, chance: float
-) -> dict[str, Any]:
-    hits, choices, whole, tokens = (int(value) for value in sums_GX.sum(0))
-    parts = sums_GX[:, :2].astype(float)
-    documents = trace.n_documents if choices else 0
+def rate_row(trace: TokenTrace, sums_GX: Integers, known_X: Array) -> dict[str, Any]:
+    hits, choices, whole, tokens = sums_GX.sum(0).tolist()
+    parts, documents = sums_GX[:, :2].astype(float), trace.n_documents if choices else 0
     interval = clip_share(jackknife_interval(parts, lambda part: part[..., 0] / part[..., 1], documents))
     return {
         "tokens": tokens,
         "choices": choices,
-        "hit_rate": hits / choices if choices else np.nan,
+        "hit_rate": share_of(sums_GX),
         "low": interval.low,
         "high": interval.high,
         "token_hit_rate": whole / tokens if tokens else np.nan,
-        "optimum": best,
-        "chance": chance,
-        "compulsory": first,
         "loads_per_token": (choices - hits) / tokens if tokens else np.nan,
+        **dict(zip(("optimum", "chance", "compulsory", "layer_slots"), known_X.tolist(), strict=True)),
     }
 
 
@@ -323,20 +309,19 @@ def split_rows(
 ) -> list[dict[str, Any]]:
     """LRU with the same bytes in all, split over layers by what the learned part's curves gain."""
     most, halves = min(trace.n_experts), len(layers[0].learned)
-    split = [np.zeros((trace.n_groups, 4), dtype=np.int64) for _ in layers]
-    even = [sums_GX.copy() for sums_GX in split]
+    split, even = np.zeros((2, len(layers), trace.n_groups, 4), dtype=np.int64)
     shares = np.zeros(len(layers))
     for number in range(halves):
-        curves = [layer.learned[number].choices_GD.sum(0)[:most] for layer in layers]
-        hits_LS = np.stack([np.concatenate([[0], np.cumsum(curve)]) for curve in curves]).astype(float)
+        curves = [layer.learned[number][0].sum(0)[:most] for layer in layers]
+        hits_LS = np.array([np.cumsum([0, *curve]) for curve in curves], dtype=float)
         chosen_L = split_budget(hits_LS, min(trace.k, most), min(slots, most), sizes_L)
         shares += chosen_L / halves
         for at, layer in enumerate(layers):
             split[at] += layer_sums(layer.tested[number], int(chosen_L[at]))
             even[at] += layer_sums(layer.tested[number], slots)
     first = [layer.compulsory for layer in layers]
-    rows = rate_rows(trace, split, [np.nan] * len(layers), first, shares.tolist(), chance)
-    uniform = [*map(share_of, even), share_of(np.sum(even, axis=0))]
+    rows = rate_rows(trace, [*split], [np.nan] * len(layers), first, shares.tolist(), chance)
+    uniform = map(share_of, [*even, even.sum(0)])
     return [
         {**row, "policy": "lru_split", "slots": slots, "uniform": rate}
         for row, rate in zip(rows, uniform, strict=True)

@@ -6,21 +6,20 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
-from moescope.engine import ProcessEngine
+from moescope.engine import LocalEngine, ProcessEngine
 from moescope.errors import BadInput
 from moescope.run import Run
-from moescope.statistics import BUCKETS, FEWEST_DOCUMENTS
+from moescope.statistics import BUCKETS
 from moescope.tables import wrong_column
 from moescope.types import Array, Integers
-
-if TYPE_CHECKING:
-    import pyarrow as pa
 
 Mask = NDArray[np.bool_]
 MOST_EXPERTS = 4096
@@ -58,25 +57,22 @@ class TokenTrace:
     def n_groups(self) -> int:
         return min(self.n_documents, BUCKETS)
 
-    @property
-    def has_intervals(self) -> bool:
-        return self.n_documents >= FEWEST_DOCUMENTS
-
     def starts(self) -> Integers:
         """Index of each document's first token."""
         return np.flatnonzero(np.diff(self.document_T, prepend=-1))
 
+    def place(self, at: int) -> dict[str, Any]:
+        """What a row says of the layer at this place; after the last one, of all layers together."""
+        if at == len(self.layers):
+            return {"layer": None, "n_experts": max(self.n_experts)}
+        names = {"layer": self.layers[at], "layer_name": self.layer_names[at]}
+        return names | {"n_experts": self.n_experts[at]}
+
     def part(self, begin: int, end: int) -> TokenTrace:
         """Some of its layers."""
-        own = slice(begin, end)
-        return replace(
-            self,
-            layers=self.layers[own],
-            layer_names=self.layer_names[own],
-            n_experts=self.n_experts[own],
-            chosen_LTK=self.chosen_LTK[own],
-            probed_LTX=None if self.probed_LTX is None else self.probed_LTX[own],
-        )
+        by_layer = ("layers", "layer_names", "n_experts", "chosen_LTK", "probed_LTX")
+        known = {name: values for name in by_layer if (values := getattr(self, name)) is not None}
+        return replace(self, **{name: values[begin:end] for name, values in known.items()})
 
 
 class Split(NamedTuple):
@@ -96,15 +92,19 @@ def split_tokens(document_T: Integers, seed: int) -> list[Split]:
         first_T = np.arange(len(document_T)) < len(document_T) // 2
         return [Split(first_T, ~first_T)]
     order = np.random.default_rng(seed).permutation(documents)
-    half_D = np.zeros(documents, dtype=bool)
-    half_D[order[: documents // 2]] = True
-    half_T = half_D[document_T]
+    half_T = np.isin(document_T, order[: documents // 2])
     return [Split(half_T, ~half_T), Split(~half_T, half_T)]
 
 
 def usage(chosen_TK: NDArray[np.integer], n_experts: int) -> Integers:
     """Tokens per expert."""
     return np.bincount(chosen_TK[chosen_TK >= 0], minlength=n_experts)
+
+
+def counts_by(chosen_TK: NDArray[np.integer], part_T: Integers, parts: int, n: int) -> Integers:
+    """Tokens per part of the text and expert."""
+    flat = (part_T[:, None] * n + chosen_TK)[chosen_TK >= 0]
+    return np.bincount(flat, minlength=parts * n).reshape(parts, n)
 
 
 def hottest_first(counts_E: Array | Integers) -> Integers:
@@ -119,28 +119,18 @@ def map_parts(
     work: Callable[[TokenTrace], Result], parts: list[TokenTrace], jobs: int, advance: Callable[[int], None]
 ) -> list[Result]:
     """Return the work's result for every part of a trace, in order; in processes where there are jobs."""
-    if jobs == 1:
-        results = []
-        for part in parts:
-            results.append(work(part))
-            advance(1)
-        return results
-    found: dict[int, Result] = {}
-    tasks = list(enumerate(parts))
-    for (number, _), result in ProcessEngine("cpu", jobs).run(partial(numbered, work), tasks, ignore):
-        found[number] = result
+    engine = LocalEngine("cpu") if jobs == 1 else ProcessEngine("cpu", jobs)
+    by_number: dict[int, Result] = {}
+    for (number, _), result in engine.run(partial(numbered, work), list(enumerate(parts)), lambda task: None):
+        by_number[number] = result
         advance(1)
-    return [found[number] for number in range(len(parts))]
+    return [by_number[number] for number in range(len(parts))]
 
 
 def numbered(
     work: Callable[[TokenTrace], Result], task: tuple[int, TokenTrace], tick: Callable[[], None]
 ) -> Result:
     return work(task[1])
-
-
-def ignore(task: tuple[int, TokenTrace]) -> None:
-    """No progress within a task."""
 
 
 # --- reading
@@ -154,25 +144,20 @@ class TokenReader:
     """
 
     def __init__(self, run: Run, phase: str | None) -> None:
-        import pyarrow.parquet as pq
-
         if run.verb.name != "trace" or "tokens" not in run.tables:
             inner = run.parts.get("trace")
-            remedy = (
-                f"give {inner.path}"
-                if inner is not None and "tokens" in inner.tables
-                else "give a run of moescope trace MODEL --text FILE --save-tokens"
-            )
-            raise BadInput(f"{run.path}: holds no tokens table; {remedy}")
+            remedy: Any = "a run of moescope trace MODEL --text FILE --save-tokens"
+            if inner is not None and "tokens" in inner.tables:
+                remedy = inner.path
+            raise BadInput(f"{run.path}: holds no tokens table; give {remedy}")
         self.run, self.path = run, run.files("tokens")[0]
         with self.named_errors():
             self.table = pq.ParquetFile(self.path)
             if wrong := wrong_column(self.table.schema_arrow, run.verb.tables["tokens"]):
                 raise ValueError(f"column {wrong}")
             kinds = set()
-            for part in row_groups(self.table, ["step", "phase"]):
-                pairs = part.group_by(["step", "phase"]).aggregate([])
-                kinds |= set(zip(pairs["step"].to_pylist(), pairs["phase"].to_pylist(), strict=True))
+            for part in self.row_groups(["step", "phase"]):
+                kinds.update(distinct(part, "step", "phase"))
             if not kinds:
                 raise BadInput(f"{self.path}: no token in it; trace a longer text")
             self.step = max(number for number, _ in kinds)
@@ -180,13 +165,19 @@ class TokenReader:
         self.phase = phase or ("decode" if "decode" in phases else "prefill")
         if self.phase not in phases:
             raise BadInput(f"{run.path}: no tokens of {self.phase} in it; leave --phase out")
+        self.keys_T, self.width = np.zeros(0, dtype=np.int64), 1
+        names = {"layer": "layer_name", "document": "domain"}
+        found: dict[str, dict[int, str]] = {key: {} for key in names}
         with self.named_errors():
-            self.read_keys()
+            for part in self.selected([*names, *names.values(), "position", "experts"]):
+                self.keys_T = np.union1d(self.keys_T, token_keys(part))
+                for key, name in names.items():
+                    found[key] |= dict(distinct(part, key, name))
+                self.width = max(self.width, longest(part["experts"]))
+        self.layers, self.domains = dict(sorted(found["layer"].items())), found["document"]
 
     @contextmanager
     def named_errors(self) -> Iterator[None]:
-        import pyarrow as pa
-
         try:
             yield
         except (pa.ArrowException, OSError, ValueError, KeyError, TypeError) as error:
@@ -195,61 +186,40 @@ class TokenReader:
                 f"{self.path}: cannot be read ({why}); repeat its trace with --overwrite"
             ) from None
 
-    def selected(self, columns: list[str]) -> Iterator[pa.Table]:
-        import pyarrow.compute as pc
+    def row_groups(self, columns: list[str]) -> Iterator[pa.Table]:
+        return (self.table.read_row_group(at, columns) for at in range(self.table.num_row_groups))
 
-        for part in row_groups(self.table, ["step", "phase", *columns]):
+    def selected(self, columns: list[str]) -> Iterator[pa.Table]:
+        for part in self.row_groups(["step", "phase", *columns]):
             same = pc.and_(pc.equal(part["step"], self.step), pc.equal(part["phase"], self.phase))
             yield part.filter(same)
 
-    def read_keys(self) -> None:
-        """Find tokens, layers, domains and the largest number of experts per token."""
-        import pyarrow.compute as pc
-
-        self.keys_T, self.width = np.zeros(0, dtype=np.int64), 1
-        layers: dict[int, str] = {}
-        self.domains: dict[int, str] = {}
-        for part in self.selected(["document", "position", "layer", "layer_name", "domain", "experts"]):
-            self.keys_T = np.union1d(self.keys_T, token_keys(part))
-            for found, names in ((layers, ("layer", "layer_name")), (self.domains, ("document", "domain"))):
-                pairs = part.group_by(list(names)).aggregate([])
-                found |= dict(zip(*(pairs[name].to_pylist() for name in names), strict=True))
-            self.width = max(self.width, pc.max(pc.list_value_length(part["experts"])).as_py() or 1)
-        self.layers = dict(sorted(layers.items()))
-
     def longest_list(self, column: str) -> int:
         """Length of a column's longest list; 0 where the trace has none."""
-        import pyarrow.compute as pc
-
-        if column not in self.table.schema_arrow.names:
-            return 0
+        parts = self.selected([column]) if column in self.table.schema_arrow.names else ()
         with self.named_errors():
-            parts = self.selected([column])
-            return max([pc.max(pc.list_value_length(part[column])).as_py() or 0 for part in parts], default=0)
+            return max((longest(part[column]) for part in parts), default=0)
+
+    def scatter(self, column: str, values_LTX: NDArray[Any], read: Callable[[Any], Any]) -> NDArray[Any]:
+        """Write a column's values at their layer and token."""
+        layers = np.array(list(self.layers))
+        with self.named_errors():
+            for part in self.selected(["document", "position", "layer", column]):
+                rows = np.searchsorted(layers, part["layer"].to_numpy())
+                values_LTX[rows, np.searchsorted(self.keys_T, token_keys(part))] = read(part[column])
+        return values_LTX
 
     def lists(self, column: str, filler: float, dtype: Any, width: int | None = None) -> NDArray[Any]:
         """Return a column of lists as [layers, tokens, slots]."""
         width = width or self.width
-        found_LTK = np.full((len(self.layers), len(self.keys_T), width), filler, dtype=dtype)
-        numbers = np.array(list(self.layers))
-        with self.named_errors():
-            for part in self.selected(["document", "position", "layer", column]):
-                rows = np.searchsorted(numbers, part["layer"].to_numpy())
-                tokens = np.searchsorted(self.keys_T, token_keys(part))
-                found_LTK[rows, tokens] = padded_lists(part[column], width, filler, dtype)
-        return found_LTK
+        empty_LTK = np.full((len(self.layers), len(self.keys_T), width), filler, dtype=dtype)
+        return self.scatter(column, empty_LTK, lambda lists: padded_lists(lists, width, filler, dtype))
 
     def numbers(self, column: str) -> Array:
         """Return a column of numbers as [layers, tokens]; NaN where there is none."""
-        found_LT = np.full((len(self.layers), len(self.keys_T)), np.nan)
-        layers = np.array(list(self.layers))
-        with self.named_errors():
-            if column in self.table.schema_arrow.names:
-                for part in self.selected(["document", "position", "layer", column]):
-                    rows = np.searchsorted(layers, part["layer"].to_numpy())
-                    tokens = np.searchsorted(self.keys_T, token_keys(part))
-                    found_LT[rows, tokens] = part[column].to_numpy()
-        return found_LT
+        empty_LT = np.full((len(self.layers), len(self.keys_T)), np.nan)
+        known = column in self.table.schema_arrow.names
+        return self.scatter(column, empty_LT, lambda values: values.to_numpy()) if known else empty_LT
 
     def token_ids(self) -> Integers:
         """Return the id of every token, -1 where unknown."""
@@ -267,22 +237,22 @@ def read_tokens(run: Run, phase: str | None) -> TokenTrace:
     chosen_LTK = reader.lists("experts", -1, np.int16)
     if (chosen_LTK < 0).all():
         raise BadInput(f"{reader.path}: no token chose an expert; repeat its trace with --overwrite")
-    documents, document_T = np.unique(reader.keys_T >> 32, return_inverse=True)
-    layers = list(reader.layers)
-    experts = experts_of(run, layers, reader.path, chosen_LTK)
-    domain_D = [reader.domains[int(number)] or "" for number in documents]
-    names = [name or f"layer {number}" for number, name in reader.layers.items()]
     width = reader.longest_list("probed")
     probed_LTX = reader.lists("probed", -1, np.int16, width) if width else None
+    experts = experts_of(reader, chosen_LTK)
     if probed_LTX is not None:
-        experts_of(run, layers, reader.path, probed_LTX)
-    kind = reader.phase, reader.step
-    return TokenTrace(layers, names, experts, chosen_LTK, document_T, domain_D, *kind, probed_LTX)
+        experts_of(reader, probed_LTX)
+    documents, document_T = np.unique(reader.keys_T >> 32, return_inverse=True)
+    domain_D = [reader.domains[int(number)] or "" for number in documents]
+    names = [name or f"layer {number}" for number, name in reader.layers.items()]
+    text = chosen_LTK, document_T, domain_D, reader.phase, reader.step
+    return TokenTrace(list(reader.layers), names, experts, *text, probed_LTX)
 
 
-def row_groups(table: Any, columns: list[str]) -> Iterator[pa.Table]:
-    for number in range(table.num_row_groups):
-        yield table.read_row_group(number, columns)
+def distinct(part: pa.Table, *columns: str) -> list[tuple[Any, ...]]:
+    """Return the combinations of values in some columns."""
+    rows = part.group_by(list(columns)).aggregate([])
+    return list(zip(*(rows[name].to_pylist() for name in columns), strict=True))
 
 
 def token_keys(part: pa.Table) -> Integers:
@@ -295,10 +265,12 @@ def token_keys(part: pa.Table) -> Integers:
     return (document << 32) | position
 
 
+def longest(lists: Any) -> int:
+    return pc.max(pc.list_value_length(lists)).as_py() or 0
+
+
 def padded_lists(lists: Any, width: int, filler: float, dtype: Any) -> NDArray[Any]:
     """Return lists of numbers as rows of equal width."""
-    import pyarrow.compute as pc
-
     lengths = pc.fill_null(pc.list_value_length(lists), 0).to_numpy()
     values = pc.list_flatten(lists).to_numpy().astype(dtype)
     if (lengths == width).all():
@@ -308,15 +280,15 @@ def padded_lists(lists: Any, width: int, filler: float, dtype: Any) -> NDArray[A
     return rows
 
 
-def experts_of(run: Run, layers: list[int], path: Path, chosen_LTK: NDArray[np.int16]) -> list[int]:
+def experts_of(reader: TokenReader, chosen_LTK: NDArray[np.int16]) -> list[int]:
     """Return the experts per layer that the trace states; a higher expert number is an error."""
-    rows = run.table("routing_layers").groupby("layer")["n_experts"].max()
-    found = []
-    for layer, chosen_TK in zip(layers, chosen_LTK, strict=True):
-        stated, highest = int(rows.get(layer, 0)), int(chosen_TK.max(initial=-1))
+    rows = reader.run.table("routing_layers").groupby("layer")["n_experts"].max()
+    stated_counts = [int(rows.get(layer, 0)) for layer in reader.layers]
+    for layer, stated, chosen_TK in zip(reader.layers, stated_counts, chosen_LTK, strict=True):
+        highest, most = int(chosen_TK.max(initial=-1)), int((chosen_TK >= 0).sum(-1).max(initial=0))
+        wrong = f"{most} experts for a token, of {stated}" if most > stated else ""
         if highest >= stated or chosen_TK.min(initial=-1) < -1 or stated > MOST_EXPERTS:
-            raise BadInput(
-                f"{path}: layer {layer} names expert {highest} of {stated}; repeat its trace with --overwrite"
-            )
-        found.append(stated)
-    return found
+            wrong = f"expert {highest} of {stated}"
+        if wrong:
+            raise BadInput(f"{reader.path}: layer {layer} names {wrong}; repeat its trace with --overwrite")
+    return stated_counts

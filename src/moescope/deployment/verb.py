@@ -6,9 +6,8 @@ import shlex
 from collections.abc import Callable, Iterable
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, get_args
+from typing import TYPE_CHECKING, Any, Literal
 
-from moescope.arguments import one_of
 from moescope.checkpoint import open_checkpoint
 from moescope.deployment.figures import FIGURES
 from moescope.deployment.report import guide, measures, sections, summary, title
@@ -18,6 +17,7 @@ from moescope.families import read_moe
 from moescope.families.inspect import BYTES
 from moescope.progress import progress
 from moescope.run import Run, open_run, place_run, read_run_json
+from moescope.statistics import FEWEST_DOCUMENTS
 from moescope.verb import Verb
 
 if TYPE_CHECKING:
@@ -64,60 +64,39 @@ def deploy(
     slots : LIST, default a sixteenth to half of the experts
         Experts per layer that a cache holds: whole numbers (8,16,32), or shares with a decimal point
         (0.25,0.5; 1.0 is all experts).
-    bandwidth : GB/S
+    bandwidth : GB/S > 0, < inf
         Speed of loading experts; adds milliseconds per token.
-    gpus : GPUS, default up to 8 with two experts each
+    gpus : GPUS >= 1, default up to 8 with two experts each
         Devices that share the experts of every layer.
-    nodes : NODES
+    nodes : NODES >= 1
         Nodes that hold the devices.
-    redundant : COPIES
+    redundant : COPIES >= 0
         Copies of experts per layer beyond one each.
-    min_tokens : TOKENS
+    min_tokens : TOKENS >= 1
         Tokens that a calibration text should give every expert.
-    out : DIR, default runs/deploy-TRACE-N
-        Run folder to write.
 
     Other Parameters
     ----------------
-    expert_bytes : BYTES
+    expert_bytes : BYTES >= 1
         Bytes per expert, where no model is given.
-    batch_tokens : TOKENS
+    batch_tokens : TOKENS >= 1
         Tokens per batch, for the balance of single batches.
-    esft_share : SHARE
+    esft_share : SHARE > 0, <= 1
         Share of choices that the experts listed for fine-tuning reach.
     cold : bool
         Empty the caches at the start of every document.
     phase : PHASE, default decode where the trace has it
         Which tokens to replay.
-    jobs : JOBS
+    jobs : JOBS >= 1
         Processes to compute in, for long traces; changes no number.
-    seed : SEED
-        Seed that splits documents into halves and draws random routing.
-    overwrite : bool
-        Replace a run that is in the folder.
-    quiet : bool
-        Print nothing but errors.
 
     Examples
     --------
     >>> run = moescope.deploy("runs/trace-MODEL-1", slots="16,32", bandwidth=7.0)  # doctest: +SKIP
     >>> run.table("residency")  # doctest: +SKIP
     """
-    given = dict(locals())
-    if phase is not None:
-        one_of("phase", phase, get_args(Phase))
+    given = VERB.settle(locals())
     given_sizes = sizes_or_shares(slots) if slots else ()
-    checked = (("bandwidth", bandwidth), ("expert_bytes", expert_bytes))
-    for name, value in checked:
-        if value is not None and not 0 < value < float("inf"):
-            raise BadInput(f"{name} {value}: must be above 0")
-    least = {"gpus": (gpus, 1), "nodes": (nodes, 1), "redundant": (redundant, 0), "seed": (seed, 0)}
-    least |= {"batch_tokens": (batch_tokens, 1), "min_tokens": (min_tokens, 1), "jobs": (jobs, 1)}
-    for name, (count, lowest) in least.items():
-        if count is not None and count < lowest:
-            raise BadInput(f"{name} {count}: must be at least {lowest}")
-    if not 0 < esft_share <= 1:
-        raise BadInput(f"esft_share {esft_share}: must be above 0 and at most 1")
     if model is not None and expert_bytes is not None:
         raise BadInput("--expert-bytes replaces --model; give one of them")
     if bandwidth is not None and model is None and expert_bytes is None:
@@ -143,59 +122,57 @@ def deploy(
         return done
     if traced.info.get("counts_only"):
         return deploy_counts(traced, folder, identity, given)
-    from moescope.deployment.exports import write_exports
+    from moescope.deployment.placement import write_exports
     from moescope.deployment.tokens import read_tokens
 
     tokens = read_tokens(traced, phase)
-    sizes = slots_of(given_sizes, max(tokens.n_experts)) or default_slots(tokens)
-    check_slots(sizes, tokens)
+    sizes = choose_slots(given_sizes, tokens)
     bytes_L = sizes_of_experts(tokens, moe, expert_bytes)
     cluster = choose_cluster(tokens, given)
     with open_run(folder, VERB, identity, overwrite, VERB.command(given)) as writer:
         tasks = table_tasks(tokens, given, sizes, bytes_L, cluster)
-        finished = writer.done_tasks()
+        waiting = [name for name in tasks if name not in writer.done_tasks()]
         with progress(len(tokens.layers) * len(tasks), 0, "layers", quiet) as advance:
-            for name, make in tasks.items():
-                if name not in finished:
-                    with writer.timed(name):
-                        frames = make(partial(advance, name))
-                    writer.flush_task(name, frames, {})
+            for name in waiting:
+                with writer.timed(name):
+                    frames = tasks[name](partial(advance, name))
+                writer.flush_task(name, frames, {})
         with writer.timed("exports"):
             config = (moe.checkpoint.config or {}) if moe else {}
             hidden_layers = config.get("text_config", config).get("num_hidden_layers")
             exports = write_exports(writer.path, tokens, cluster, hidden_layers, esft_share, seed)
-        found = warnings_on(tokens)
+        notes = warnings_on(tokens)
         if moe is None and len(set(tokens.n_experts)) == 1:
-            found.append(
+            notes.append(
                 f"exports for SGLang have {tokens.layers[-1] + 1} rows, up to the last MoE layer of the "
                 "trace; give --model for all hidden layers"
             )
-        writer.save_info(tokens=facts(tokens), exports=exports, warnings=found)
+        documents, layers = tokens.n_documents, len(tokens.layers)
+        facts = {"tokens": tokens.chosen_LTK.shape[1], "documents": documents, "layers": layers}
+        facts |= {"k": tokens.k, "phase": tokens.phase, "step": tokens.step}
+        writer.save_info(tokens=facts, exports=exports, warnings=notes)
         return writer.finish({name: writer.joined(name) for name in TABLES})
 
 
 def deploy_counts(traced: Run, folder: Path, identity: dict[str, Any], given: dict[str, Any]) -> Run:
     """Write what a trace of counts alone can show: coverage, hot lists, experts for fine-tuning."""
     from moescope.deployment.coverage import count_tables
-    from moescope.deployment.exports import write_lists
+    from moescope.deployment.placement import esft_config, hot_lists, write_files
 
     with open_run(folder, VERB, identity, given["overwrite"], VERB.command(given)) as writer:
         frames, counts = count_tables(traced, given["min_tokens"], given["seed"])
-        exports = write_lists(writer.path, counts, given["esft_share"])
+        esft = esft_config(counts, given["esft_share"])
+        exports = write_files(writer.path, {"hot_experts.json": hot_lists(counts), "esft_text.json": esft})
         setup = traced.info["setup"][0]["coverage"]
-        known = {"tokens": sum(setup["tokens"].values()), "documents": 1, "layers": len(counts)}
+        facts = {"tokens": sum(setup["tokens"].values()), "documents": 1, "layers": len(counts)}
+        facts |= {"k": setup["k"][0], "phase": "prefill", "step": 0}
         without = "the trace holds counts, no order of tokens: caches, prefetching and placement are skipped"
-        shown = {**known, "k": setup["k"][0], "phase": "prefill", "step": 0}
-        writer.save_info(tokens=shown, exports=exports, warnings=[without])
+        writer.save_info(tokens=facts, exports=exports, warnings=[without])
         return writer.finish(frames)
 
 
 def table_tasks(
-    tokens: TokenTrace,
-    given: dict[str, Any],
-    slots: tuple[int, ...],
-    bytes_L: Array | None,
-    cluster: Cluster,
+    tokens: TokenTrace, given: dict[str, Any], slots: tuple[int, ...], bytes_L: Array | None, cluster: Cluster
 ) -> dict[str, Callable[[Callable[[int], None]], dict[str, Any]]]:
     """Return what makes each table: name -> function of a callback for progress."""
     from moescope.deployment.coverage import coverage_tables
@@ -240,41 +217,35 @@ def sizes_or_shares(slots: float | str | Iterable[float]) -> tuple[float, ...]:
 
     A decimal point tells a share from a number: 1.0 is all experts, 1 is one expert.
     """
-    parts = (
-        slots.split(",") if isinstance(slots, str) else [slots] if isinstance(slots, int | float) else slots
-    )
-    texts = dict.fromkeys(str(part).strip() for part in parts)
+    given = [slots] if isinstance(slots, int | float) else slots
+    parts = given.split(",") if isinstance(given, str) else map(str, given)
     try:
-        found = [int(text) if text.isdecimal() else float(text) for text in texts if text]
+        texts = dict.fromkeys(part.strip() for part in parts)
+        sizes = [int(text) if text.isdecimal() else float(text) for text in texts if text]
     except ValueError:
-        found = [0]
-    if not all(size >= 1 if isinstance(size, int) else 0 < size <= 1 for size in found):
+        sizes = [0]
+    if not all(size >= 1 if isinstance(size, int) else 0 < size <= 1 for size in sizes):
         raise BadInput(
             f"slots {slots!r}: give whole numbers from 1, such as 8,16, or shares of the experts with a "
             "decimal point, such as 0.5 or 1.0"
         )
-    return tuple(sorted(found))
+    return tuple(sorted(sizes))
 
 
-def slots_of(given: tuple[float, ...], n_experts: int) -> tuple[int, ...]:
-    """Return numbers of slots; a share is rounded down to whole experts."""
-    return tuple(sorted({size if isinstance(size, int) else int(size * n_experts + 1e-9) for size in given}))
+def choose_slots(given: tuple[float, ...], tokens: TokenTrace) -> tuple[int, ...]:
+    """Return numbers of slots, shares rounded down to whole experts.
 
-
-def default_slots(tokens: TokenTrace) -> tuple[int, ...]:
-    """A sixteenth, an eighth, a quarter and half of the experts, those that hold one token's experts."""
-    most = max(tokens.n_experts)
-    sizes = {most // part for part in (16, 8, 4, 2)}
-    return tuple(sorted(size for size in sizes if size >= tokens.k)) or (tokens.k,)
-
-
-def check_slots(slots: tuple[int, ...], tokens: TokenTrace) -> None:
-    if slots[0] < tokens.k:
-        raise BadInput(
-            f"slots {slots[0]}: a token chooses {tokens.k} experts per layer; give at least {tokens.k}"
-        )
-    if slots[-1] > max(tokens.n_experts):
-        raise BadInput(f"slots {slots[-1]}: a layer has {max(tokens.n_experts)} experts; give fewer")
+    By default a sixteenth, an eighth, a quarter and half of the experts, those that hold one token's experts.
+    """
+    most, k = max(tokens.n_experts), tokens.k
+    if not given:
+        return tuple(size for size in sorted({most // part for part in (16, 8, 4, 2)}) if size >= k) or (k,)
+    slots = sorted({size if isinstance(size, int) else int(size * most + 1e-9) for size in given})
+    if slots[0] < k:
+        raise BadInput(f"slots {slots[0]}: a token chooses {k} experts per layer; give at least {k}")
+    if slots[-1] > most:
+        raise BadInput(f"slots {slots[-1]}: a layer has {most} experts; give fewer")
+    return tuple(slots)
 
 
 def choose_cluster(tokens: TokenTrace, given: dict[str, Any]) -> Cluster:
@@ -303,9 +274,9 @@ def sizes_of_experts(tokens: TokenTrace, moe: Any, expert_bytes: int | None) -> 
     for layer, n in zip(tokens.layers, tokens.n_experts, strict=True):
         weights = moe.layers.get(layer)
         if weights is None or weights.n_experts != n:
-            found = "no such MoE layer" if weights is None else f"{weights.n_experts} experts"
+            held = "no such MoE layer" if weights is None else f"{weights.n_experts} experts"
             raise BadInput(
-                f"{moe.checkpoint.shown}: layer {layer} of the trace has {n} experts, the model {found}; "
+                f"{moe.checkpoint.shown}: layer {layer} of the trace has {n} experts, the model {held}; "
                 "give the model that was traced"
             )
         stacks = weights.projections.values()
@@ -316,29 +287,18 @@ def sizes_of_experts(tokens: TokenTrace, moe: Any, expert_bytes: int | None) -> 
 # --- what run.json says
 
 
-def facts(tokens: TokenTrace) -> dict[str, Any]:
-    return {
-        "tokens": int(tokens.chosen_LTK.shape[1]),
-        "documents": tokens.n_documents,
-        "layers": len(tokens.layers),
-        "k": tokens.k,
-        "phase": tokens.phase,
-        "step": tokens.step,
-    }
-
-
 def warnings_on(tokens: TokenTrace) -> list[str]:
     """Say what this trace cannot show."""
-    found = []
+    notes = []
     if tokens.phase == "prefill":
-        found.append(
+        notes.append(
             "the trace holds prefill only: caches are replayed in reading order, as if the text were decoded"
         )
     if tokens.n_documents == 1:
-        found.append("one document: learned from its first half and tested on its second, without intervals")
-    elif not tokens.has_intervals:
-        found.append(f"{tokens.n_documents} documents: no intervals, which need 20")
-    return found
+        notes.append("one document: learned from its first half and tested on its second, without intervals")
+    elif tokens.n_documents < FEWEST_DOCUMENTS:
+        notes.append(f"{tokens.n_documents} documents: no intervals, which need 20")
+    return notes
 
 
 VERB = Verb(

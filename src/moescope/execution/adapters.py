@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from moescope.errors import BadInput
+from moescope.execution.failures import reject_if
 from moescope.execution.scoring import Scoring
 from moescope.families import MODELS
 from moescope.types import LinearView
@@ -163,45 +164,32 @@ def find_blocks(model: Any) -> list[Block]:
     text = config.get_text_config() if hasattr(config, "get_text_config") else config
     model_type = str(getattr(config, "model_type", type(model).__name__))
     modules = dict(model.named_modules())
+    groups = (int(getattr(text, "n_group", None) or 1), int(getattr(text, "topk_group", None) or 1))
     blocks = []
     for path, module in modules.items():
         n_experts = getattr(module, "num_experts", None)
         if not type(module).__name__.endswith("Experts") or not isinstance(n_experts, int):
             continue
         outside = path.replace(".base_layer", "")  # adapters of peft are around it
-        block = modules[outside.rpartition(".")[0]]
-        number = layer_number(path, config)
-        experts = modules[outside]
+        name = outside.rpartition(".")[0]
+        block, experts = modules[name], modules[outside]
         router = find_router(block, experts, n_experts)
         if router is None:
             raise BadInput(
                 f"model type {model_type!r}: no router with {n_experts} rows next to {outside}; moescope "
                 "cannot trace this model"
             )
-        groups = (int(getattr(text, "n_group", None) or 1), int(getattr(text, "topk_group", None) or 1))
-        scoring = known_scoring(model_type, text)
-        blocks.append(
-            Block(
-                number,
-                outside.rpartition(".")[0],
-                block,
-                experts,
-                router,
-                n_experts,
-                model_type,
-                scoring,
-                groups,
-            )
-        )
-    if not blocks:
-        raise BadInput(
-            f"model type {model_type!r}: no experts module in it; give a Mixture-of-Experts model that "
-            "transformers runs through one"
-        )
-    if len({block.layer for block in blocks}) < len(blocks):
-        raise BadInput(
-            f"model type {model_type!r}: two MoE blocks in one layer; moescope cannot trace this model"
-        )
+        scoring, number = known_scoring(model_type, text), layer_number(path, config)
+        blocks.append(Block(number, name, block, experts, router, n_experts, model_type, scoring, groups))
+    reject_if(
+        not blocks,
+        f"model type {model_type!r}: no experts module in it; give a Mixture-of-Experts model that "
+        "transformers runs through one",
+    )
+    reject_if(
+        len({block.layer for block in blocks}) < len(blocks),
+        f"model type {model_type!r}: two MoE blocks in one layer; moescope cannot trace this model",
+    )
     return sorted(blocks, key=lambda block: block.layer)
 
 
@@ -219,28 +207,22 @@ def handing_blocks(model: Any) -> list[Block]:
     apart = model.expert_blocks() if callable(getattr(model, "expert_blocks", None)) else {}
     blocks = []
     for layer, name, router, n_experts in model.routing_blocks():
-        parts: Apart | None = apart.get(layer)
-        experts = router if parts is None else parts.experts
-        block = Block(
-            layer, name, router, experts, router, n_experts, kind, None, (1, 1), checked=True, hands_out=True
-        )
-        if parts is not None:
-            block.decide_alone, block.with_router, block.linear = parts.ask, parts.with_router, parts.linear
+        experts, ask, with_router, linear = apart.get(layer, (router, None, None, None))
+        block = Block(layer, name, router, experts, router, n_experts, kind, None, (1, 1))
+        block.checked = block.hands_out = True
+        block.decide_alone, block.with_router, block.linear = ask, with_router, linear
         blocks.append(block)
     return blocks
 
 
 def known_scoring(model_type: str, text: Any) -> str | None:
     """Return how the model turns logits into scores, from its layout; sparsemixer counts as softmax."""
-    for kind in (model_type, getattr(text, "model_type", None)):
-        if kind in MODELS:
-            return "sigmoid" if MODELS[kind].scoring == "sigmoid" else "softmax"
-    return None
+    known = [MODELS[kind] for kind in (model_type, getattr(text, "model_type", None)) if kind in MODELS]
+    return ("sigmoid" if known[0].scoring == "sigmoid" else "softmax") if known else None
 
 
 def layer_number(path: str, config: Any) -> int:
-    ordinals = ORDINAL.findall(f".{path}.")
-    number = int(ordinals[0]) if ordinals else 0
+    number = int(next(iter(ORDINAL.findall(f".{path}.")), 0))
     if getattr(config, "is_encoder_decoder", False) and "decoder" in path.split("."):
         number += int(getattr(config, "encoder_layers", None) or config.num_layers)
     return number
@@ -272,25 +254,23 @@ def contract(block: Block, inputs: tuple[Tensor, ...]) -> Decision:
         and inputs[2].shape == inputs[1].shape
         and inputs[0].numel() == inputs[1].shape[0] * inputs[0].shape[-1]
     )
-    if not fits:
-        raise BadInput(
-            f"model type {block.model_type!r}: {type(block.experts).__name__} of {block.where()} "
-            "is not called with (hidden_states, top_k_index, top_k_weights), and moescope has no adapter for "
-            "it"
-        )
+    reject_if(
+        not fits,
+        f"model type {block.model_type!r}: {type(block.experts).__name__} of {block.where()} "
+        "is not called with (hidden_states, top_k_index, top_k_weights), and moescope has no adapter for "
+        "it",
+    )
     x, index_TK, gates_TK = inputs
     present = (index_TK >= 0) & (index_TK < block.n_experts)
-    return Decision(
-        x.reshape(-1, x.shape[-1]), torch.where(present, index_TK, -1), torch.where(present, gates_TK, 0)
-    )
+    chosen_TK, gates_TK = torch.where(present, index_TK, -1), torch.where(present, gates_TK, 0)
+    return Decision(x.reshape(-1, x.shape[-1]), chosen_TK, gates_TK)
 
 
 def llama4(block: Block, inputs: tuple[Tensor, ...]) -> Decision:
     """Llama 4: every expert gets every token times its score, which is 0 for all but the chosen."""
     assert block.router_input is not None
     scores_TE = block.router_outputs[0]
-    top_k = int(getattr(block.module, "top_k", 1))
-    gates_TK, chosen_TK = scores_TE.topk(top_k, dim=-1)
+    gates_TK, chosen_TK = scores_TE.topk(int(getattr(block.module, "top_k", 1)), dim=-1)
     return Decision(block.router_input.reshape(scores_TE.shape[0], -1), chosen_TK, gates_TK)
 
 
@@ -313,9 +293,8 @@ def nllb(block: Block, inputs: tuple[Tensor, ...]) -> Decision:
 
 def contract_output(block: Block, x_TD: Tensor, chosen_T: Tensor) -> Tensor:
     wants_batch = type(block.experts).__name__.startswith("Dbrx")  # [batch, T, D]
-    return block.experts(
-        x_TD[None] if wants_batch else x_TD, chosen_T[:, None], x_TD.new_ones(len(x_TD), 1)
-    ).reshape(x_TD.shape)
+    inputs = x_TD[None] if wants_batch else x_TD, chosen_T[:, None], x_TD.new_ones(len(x_TD), 1)
+    return block.experts(*inputs).reshape(x_TD.shape)
 
 
 def switch_output(block: Block, x_TD: Tensor, chosen_T: Tensor) -> Tensor:
@@ -339,9 +318,8 @@ def gated(output: Callable[[Block, Tensor, Tensor], Tensor]) -> Callable[[Block,
         out_TD = torch.zeros_like(decision.x_TD, dtype=torch.float32)
         for slot in range(decision.chosen_TK.shape[1]):
             chosen_T = decision.chosen_TK[:, slot].clamp(min=0)  # an empty slot has gate 0
-            out_TD += (
-                decision.gates_TK[:, slot, None].float() * output(block, decision.x_TD, chosen_T).float()
-            )
+            gates_T1 = decision.gates_TK[:, slot, None].float()
+            out_TD += gates_T1 * output(block, decision.x_TD, chosen_T).float()
         return out_TD
 
     return mix
@@ -352,8 +330,7 @@ def llama4_mix(block: Block, decision: Decision) -> Tensor:
     gates_TE = decision.x_TD.new_zeros(len(decision.x_TD), block.n_experts)
     gates_TE.scatter_(1, decision.chosen_TK, decision.gates_TK.to(gates_TE.dtype))
     x_ETD = decision.x_TD[None] * gates_TE.T[..., None]
-    out = block.experts(x_ETD.reshape(-1, x_ETD.shape[-1]))
-    return out.reshape(x_ETD.shape).float().sum(0)
+    return block.experts(x_ETD.flatten(0, 1)).reshape(x_ETD.shape).float().sum(0)
 
 
 def llama4_output(block: Block, x_TD: Tensor, chosen_T: Tensor) -> Tensor:
@@ -461,12 +438,13 @@ def router_logits(block: Block) -> Tensor:
     """
     if block.logits_at is None:
         recomputed_TE = recomputed_logits(block)
-        block.logits_at = -1
-        for index, output in enumerate(block.router_outputs):
-            wide = output.is_floating_point() and output.numel() == recomputed_TE.numel()
-            if wide and relative_error(output.reshape(recomputed_TE.shape), recomputed_TE) < SAME_LOGITS:
-                block.logits_at = index
-                break
+        same = (
+            index
+            for index, output in enumerate(block.router_outputs)
+            if output.is_floating_point() and output.numel() == recomputed_TE.numel()
+            if relative_error(output.reshape(recomputed_TE.shape), recomputed_TE) < SAME_LOGITS
+        )
+        block.logits_at = next(same, -1)
     if block.logits_at >= 0:
         return block.router_outputs[block.logits_at].reshape(-1, block.n_experts).float()
     return recomputed_logits(block)
@@ -474,30 +452,26 @@ def router_logits(block: Block) -> Tensor:
 
 def selection_alone(block: Block, x_TD: Tensor) -> Tensor:
     """Return the scores by which a block's router, asked alone about these states, would choose."""
-    why = ""
+    why, scoring = "", block.scoring
     if not block.hands_out and x_TD.shape[1] != block.weight_ED.shape[1]:
         why = f"gets states of another width than {x_TD.shape[1]}"
     elif block.reads_more or (block.hands_out and block.decide_alone is None):
         why = "needs other inputs than a token's state"
-    elif not block.hands_out and (block.scoring is None or not block.scoring.explains):
-        why = "does not choose by its logits alone"
-    elif block.hands_out and block.decide_alone is not None:
+    elif block.decide_alone is not None:
         selection_TE = block.decide_alone(RouterReads(x_TD)).selection_TE
         if selection_TE is not None:
             return selection_TE
         why = "does not choose by scores"
-    if why:
+    if why or scoring is None or not scoring.explains:
         raise BadInput(
-            f"model type {block.model_type!r}: the router of {block.where()} {why}, so it cannot be asked "
-            "about the state of another layer; leave --probe-next out"
+            f"model type {block.model_type!r}: the router of {block.where()} "
+            f"{why or 'does not choose by its logits alone'}, so it cannot be asked about the state of "
+            "another layer; leave --probe-next out"
         )
-    assert block.scoring is not None
-    if block.logits_at is not None and block.logits_at >= 0:
-        answer = block.router(x_TD)
-        parts = answer if isinstance(answer, tuple | list) else (answer,)
-        outputs = [part for part in parts if isinstance(part, Tensor)]
-        return block.scoring.selection(outputs[block.logits_at].reshape(-1, block.n_experts).float())
-    return block.scoring.selection(recomputed_logits(block, x_TD))
+    if block.logits_at is None or block.logits_at < 0:
+        return scoring.selection(recomputed_logits(block, x_TD))
+    logits_TE = tensors_in(block.router(x_TD))[block.logits_at]
+    return scoring.selection(logits_TE.reshape(-1, block.n_experts).float())
 
 
 def logits_dtype(block: Block) -> torch.dtype:
@@ -514,12 +488,16 @@ def recomputed_logits(block: Block, x: Tensor | None = None) -> Tensor:
     bias, weight_ED = getattr(block.router, "bias", None), block.weight_ED
     if isinstance(bias, Tensor):
         bias = present_value(block.router, "bias", bias).float()
-    x_TD = x.reshape(-1, weight_ED.shape[1]).float()
-    return nn.functional.linear(x_TD, weight_ED.float(), bias)
+    return nn.functional.linear(x.reshape(-1, weight_ED.shape[1]).float(), weight_ED.float(), bias)
+
+
+def tensors_in(value: Any) -> tuple[Tensor, ...]:
+    """Return a value itself, or the parts of a list, as far as they are tensors."""
+    parts = value if isinstance(value, tuple | list) else (value,)
+    return tuple(part for part in parts if isinstance(part, Tensor))
 
 
 def relative_error(ours: Tensor, theirs: Tensor) -> float:
     """Return ||ours - theirs|| / ||theirs||; infinite for NaN."""
-    size = theirs.float().norm().item()
-    error = (ours.float() - theirs.float()).norm().item()
+    size, error = theirs.float().norm().item(), (ours.float() - theirs.float()).norm().item()
     return error / size if size > 0 and error == error else (0.0 if error == 0 else float("inf"))

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
-from types import TracebackType
+from functools import partial
+from importlib.util import find_spec
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from moescope.errors import BadInput
 from moescope.execution.adapters import (
     Block,
     Decision,
@@ -21,7 +22,9 @@ from moescope.execution.adapters import (
     logits_dtype,
     relative_error,
     router_logits,
+    tensors_in,
 )
+from moescope.execution.failures import reject_if
 from moescope.execution.scoring import find_scoring
 from moescope.types import Routing, Tokens
 
@@ -42,21 +45,14 @@ def check_transformers() -> None:
     """Reject versions before 5.6, whose router_logits were probabilities."""
     from importlib.metadata import version
 
-    try:
-        installed = version("transformers")
-    except ImportError:
-        raise BadInput(
-            "transformers is not installed; install moescope with its extra: pip install 'moescope[hf]'"
-        ) from None
-    check_version(installed)
-
-
-def check_version(installed: str) -> None:
-    if tuple(int(part) for part in installed.split(".")[:2] if part.isdigit()) < OLDEST_TRANSFORMERS:
-        raise BadInput(
-            f"transformers {installed}: its router_logits are probabilities; moescope needs "
-            "transformers 5.20 or newer"
-        )
+    extra = "install moescope with its extra: pip install 'moescope[hf]'"
+    reject_if(find_spec("transformers") is None, f"transformers is not installed; {extra}")
+    installed = version("transformers")
+    reject_if(
+        tuple(int(part) for part in installed.split(".")[:2] if part.isdigit()) < OLDEST_TRANSFORMERS,
+        f"transformers {installed}: its router_logits are probabilities; moescope needs "
+        "transformers 5.20 or newer",
+    )
 
 
 class Capture:
@@ -99,18 +95,16 @@ class Capture:
             self.hooks.append(after(block.experts, self.experts_ran(block)))
             if self.check and not block.checked:
                 self.check_hooks += [
-                    after(child, self.part_ran(block, name))
+                    after(child, partial(self.part_ran, block, name))
                     for name, child in block.module.named_children()
                     if child is not block.experts and block.router not in child.modules()
                 ]
-                self.check_hooks.append(after(block.module, self.block_ran(block)))
+                self.check_hooks.append(after(block.module, partial(self.block_ran, block)))
         if self.check and not all(block.calls for block in self.blocks):
             self.check_hooks.append(after(self.model, self.model_ran))
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.take_off(self.hooks)
         self.take_off(self.check_hooks)
 
@@ -118,9 +112,17 @@ class Capture:
         self.hooks.append(after(block.router, self.router_ran(block)))
 
     def take_off(self, hooks: list[Any]) -> None:
-        for hook in hooks:
-            hook.remove()
-        hooks.clear()
+        while hooks:
+            hooks.pop().remove()
+
+    @contextmanager
+    def uncounted(self) -> Iterator[None]:
+        """Ignore the experts that run in this context: they are not the model's own pass."""
+        self.busy = True
+        try:
+            yield
+        finally:
+            self.busy = False
 
     def unseen(self) -> bool:
         """Whether this call is the check's or recomputes activations, not the model's own forward pass."""
@@ -166,74 +168,55 @@ class Capture:
                 block.calls += 1
                 if self.tokens is not None:  # layers may be on several devices
                     self.tokens = self.tokens.to(decision.chosen_TK.device)
-                self.consume(
-                    Routing(
-                        block.layer,
-                        block.name,
-                        block.n_experts,
-                        decision.chosen_TK,
-                        decision.gates_TK,
-                        self.tokens,
-                        logits_TE,
-                        *block.scoring.judged(logits_TE),
-                        dropped_T=(decision.chosen_TK < 0).sum(-1),
-                        x_TD=decision.x_TD,
-                    )
-                )
+                place = block.layer, block.name, block.n_experts
+                scores = logits_TE, *block.scoring.judged(logits_TE)
+                dropped_T = (decision.chosen_TK < 0).sum(-1)
+                self.consume(Routing(*place, *decision[1:], self.tokens, *scores, decision.x_TD, dropped_T))
                 block.router_input, block.router_outputs = None, ()
 
         return hook
 
     # --- the check of the first pass
 
-    def part_ran(self, block: Block, name: str) -> Callable[..., None]:
-        def hook(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-            if not block.checked and not self.unseen() and isinstance(output, Tensor) and args:
-                # cloned, since Llama 4 adds to it in place
-                block.other_parts[name] = (args[0].detach(), output.detach().clone())
+    def part_ran(
+        self, block: Block, name: str, module: nn.Module, args: Any, kwargs: Any, output: Any
+    ) -> None:
+        if not block.checked and not self.unseen() and isinstance(output, Tensor) and args:
+            # cloned, since Llama 4 adds to it in place
+            block.other_parts[name] = (args[0].detach(), output.detach().clone())
 
-        return hook
-
-    def block_ran(self, block: Block) -> Callable[..., None]:
-        def hook(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-            if block.checked or self.unseen() or self.pending is None:
-                return
-            decision = self.pending
-            output_TD = before_last_norm(block, tensors_in(output)[0].detach()).reshape(decision.x_TD.shape)
-            few = slice(0, CHECKED_TOKENS)
-            self.busy = True
-            try:
-                with torch.no_grad():
-                    mixed_TD = adapter_of(block).mix(block, Decision(*(part[few] for part in decision)))
-            finally:
-                self.busy = False
-            errors = [
-                relative_error(mixed_TD + rest_TD, output_TD[few])
-                for rest_TD in shared_parts(block.other_parts, mixed_TD, few)
-            ]
-            tolerance = TOLERANCE.get(output_TD.dtype, HALF_TOLERANCE)
-            if torch.is_autocast_enabled(output_TD.device.type):  # the output is wider than its computation
-                tolerance = HALF_TOLERANCE
-            if not min(errors) <= tolerance:
-                raise BadInput(
-                    f"model type {block.model_type!r}: gates times expert outputs do not give the output of "
-                    f"{block.where()} (off by {min(errors):.1%}), so its routing cannot be captured; "
-                    f"{KNOWN_FAULTS.get(block.model_type, ADVICE)}"
-                )
-            block.checked = True
-            block.other_parts.clear()
-            self.pending = None
-
-        return hook
+    def block_ran(self, block: Block, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        if block.checked or self.unseen() or self.pending is None:
+            return
+        decision = self.pending
+        output_TD = before_last_norm(block, tensors_in(output)[0].detach()).reshape(decision.x_TD.shape)
+        few = slice(0, CHECKED_TOKENS)
+        with self.uncounted(), torch.no_grad():
+            mixed_TD = adapter_of(block).mix(block, Decision(*(part[few] for part in decision)))
+        errors = [
+            relative_error(mixed_TD + rest_TD, output_TD[few])
+            for rest_TD in shared_parts(block.other_parts, mixed_TD, few)
+        ]
+        autocast = torch.is_autocast_enabled(output_TD.device.type)  # wider than its computation
+        tolerance = HALF_TOLERANCE if autocast else TOLERANCE.get(output_TD.dtype, HALF_TOLERANCE)
+        reject_if(
+            not min(errors) <= tolerance,
+            f"model type {block.model_type!r}: gates times expert outputs do not give the output of "
+            f"{block.where()} (off by {min(errors):.1%}), so its routing cannot be captured; "
+            f"{KNOWN_FAULTS.get(block.model_type, ADVICE)}",
+        )
+        block.checked = True
+        block.other_parts.clear()
+        self.pending = None
 
     def model_ran(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         if self.unseen():
             return
-        silent = [block for block in self.blocks if not block.calls]
-        if silent:
-            raise BadInput(
-                f"model type {silent[0].model_type!r}: {silent[0].where()} did not run in a forward pass; "
-                "moescope cannot trace this model"
+        for block in self.blocks:
+            reject_if(
+                not block.calls,
+                f"model type {block.model_type!r}: {block.where()} did not run in a forward pass; "
+                "moescope cannot trace this model",
             )
         if all(block.checked for block in self.blocks):
             self.take_off(self.check_hooks)
@@ -252,9 +235,8 @@ def untraced(hook: Callable[..., Any]) -> Callable[..., Any]:
 
     The compiler takes seconds to import. transformers imports it; without it nothing is compiled.
     """
-    if "torch._dynamo" not in sys.modules:
-        return hook
-    return torch.compiler.disable(hook)  # type: ignore[no-untyped-call]
+    compiled = "torch._dynamo" in sys.modules
+    return torch.compiler.disable(hook) if compiled else hook  # type: ignore[no-untyped-call]
 
 
 def before_last_norm(block: Block, output: Tensor) -> Tensor:
@@ -272,8 +254,3 @@ def shared_parts(parts: dict[str, tuple[Tensor, Tensor]], mixed_TD: Tensor, few:
     wide = [part for part in rows if part.shape == mixed_TD.shape]
     gates = [part for part in rows if part.shape[-1] == 1]
     return [torch.zeros_like(mixed_TD), *wide, *(gate.sigmoid() * part for part in wide for gate in gates)]
-
-
-def tensors_in(value: Any) -> tuple[Tensor, ...]:
-    parts = value if isinstance(value, tuple | list) else (value,)
-    return tuple(part for part in parts if isinstance(part, Tensor))

@@ -14,6 +14,7 @@ import subprocess
 import sys
 import weakref
 from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 from moescope.errors import BadInput
@@ -28,8 +29,7 @@ class ChatTemplate:
     """The chat template of a tokenizer; errors name the model."""
 
     def __init__(self, name: str, tokenizer: Any):
-        self.name = name
-        self.tokenizer = tokenizer
+        self.name, self.tokenizer = name, tokenizer
         try:
             self.settings = {**tokenizer.special_tokens_map, "chat_template": tokenizer.get_chat_template()}
         except ValueError as error:  # several templates, none of them the default
@@ -51,9 +51,8 @@ class ChatTemplate:
 
     def render(self, messages: list[Any]) -> str:
         assert self.child.stdin is not None
-        line = json.dumps([messages, self.settings], default=str).encode() + b"\n"
         try:
-            self.child.stdin.write(line)
+            self.child.stdin.write(json.dumps([messages, self.settings], default=str).encode() + b"\n")
             self.child.stdin.flush()
         except BrokenPipeError:
             raise self.failure("it ended its process") from None
@@ -96,7 +95,12 @@ def render_lines() -> None:
 
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # what is printed does not disturb the answers
-    limit_memory()
+    with suppress(ImportError, OSError, ValueError):  # not Linux: the time limit remains
+        import resource
+
+        pages = int(Path("/proc/self/statm").read_text().split()[0])
+        most = pages * resource.getpagesize() + MEMORY
+        resource.setrlimit(resource.RLIMIT_AS, (most, most))
     answer: dict[str, str] = {}
     for line in itertools.chain([None], sys.stdin):
         try:
@@ -112,17 +116,6 @@ def render_lines() -> None:
             answer = {"error": f"{type(error).__name__}: {error}"[:1000]}
         answers.write(json.dumps(answer) + "\n")
         answers.flush()
-
-
-def limit_memory() -> None:
-    try:
-        import resource
-
-        with open("/proc/self/statm") as file:
-            used = int(file.read().split()[0]) * resource.getpagesize()
-        resource.setrlimit(resource.RLIMIT_AS, (used + MEMORY, used + MEMORY))
-    except (ImportError, OSError, ValueError):  # not Linux: the time limit remains
-        pass
 
 
 if __name__ == "__main__":

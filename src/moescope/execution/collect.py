@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import secrets
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
 import torch
 
-from moescope.errors import BadInput
 from moescope.execution.adapters import Block
 from moescope.execution.capture import Capture
 from moescope.execution.documents import Batch, Document, Window, batches, windows
-from moescope.execution.hidden_states import FileStates, MemoryStates
+from moescope.execution.failures import reject_if
 from moescope.execution.models import TracedModel, named_failures
 from moescope.execution.scoring import Scoring
 from moescope.execution.streamed import StreamedModel
@@ -109,12 +106,9 @@ def collect_batches(
     n_tokens = 0
 
     def consume(routing: Routing) -> None:
-        capture.busy = True  # experts that collectors run are not the model's own pass
-        try:
+        with capture.uncounted():  # collectors may run experts
             for collector in collectors:
                 collector.consume(routing, blocks[routing.layer])
-        finally:
-            capture.busy = False
 
     capture = Capture(traced.model, consume, runner=traced.runner)
     blocks = {block.layer: block for block in capture.blocks}
@@ -123,11 +117,10 @@ def collect_batches(
         if isinstance(traced, StreamedModel):
             return run_streamed(traced, capture, list(padded), phases, collectors, advance), blocks
         for number, batch in enumerate(padded):
-            size = batch.size
-            n_tokens += size
+            n_tokens += batch.size
             for phase in phases:
                 run_batch(traced, capture, batch, phase, pass_collectors, number)
-                advance(size)
+                advance(batch.size)
     return n_tokens, blocks
 
 
@@ -141,13 +134,14 @@ def run_streamed(
     advance: Callable[[int], None],
 ) -> int:
     """Run every batch through one layer after the other; return the number of tokens."""
-    if phases != ("prefill",):
-        raise BadInput("the decode phase needs the whole model; use --execution resident, or --phase prefill")
+    reject_if(
+        phases != ("prefill",),
+        "the decode phase needs the whole model; use --execution resident, or --phase prefill",
+    )
     pass_collectors = [collector for collector in collectors if isinstance(collector, PassCollector)]
     for collector in pass_collectors:
         collector.see_batches(all_batches)
     kinds = [type(collector).__name__ for collector in collectors]
-    kinds += [] if traced.revise is None else [secrets.token_hex(8)]  # revised layers cannot be resumed
     states = traced.open_states([batch.ids_BL for batch in all_batches], kinds)
     for record in states.records():
         restore_part(record, capture.blocks, collectors)
@@ -155,83 +149,44 @@ def run_streamed(
     traced.execution.on_total(n_tokens)
     done = n_tokens * states.part
     advance(done // traced.n_parts)
-    with traced.replaying(), only_resumable(states, traced.revise is None):
-        for part in traced.loaded_parts(states.part):
-            layers = traced.weights.layers[part : part + 1] if traced.revise is not None else []
-            revised = [block.layer for layer in layers for block in layer.blocks]
-            for number, batch in enumerate(all_batches):
-                current = Pass(batch, "prefill", 0, batch.ids_BL.shape[1], number)
-                for collector in pass_collectors:
-                    collector.begin_pass(current)
-                capture.tokens = batch.tokens(traced.device, "prefill", 0, current.stop)
-                with named_failures(traced):
-                    outputs, output = traced.run(
-                        prefill_inputs(traced, batch), states.get(number, traced.device)
-                    )
-                for collector in pass_collectors:
-                    if output is None:
-                        collector.pause_pass(current)
-                    else:
-                        collector.end_pass(current, output)
-                if output is None and not revised:
-                    states.put(number, outputs)
-                advance((done + batch.size) // traced.n_parts - done // traced.n_parts)
-                done += batch.size
-            if revised:
-                run_again(traced, capture, all_batches, states, revised)
-            if part < traced.n_parts - 1 and states.resumes:
-                names = {block.name for block in traced.weights.layers[part].blocks}
-                ran = [block for block in capture.blocks if block.name in names]
-                traced.weights.wait_for_layer()  # records may be copied still
-                states.commit(part_record(ran, collectors) if traced.revise is None else {})
-    states.remove()
+    in_order = [Pass(batch, "prefill", 0, batch.ids_BL.shape[1], at) for at, batch in enumerate(all_batches)]
+
+    def begin(number: int) -> None:
+        current = in_order[number]
+        for collector in pass_collectors:
+            collector.begin_pass(current)
+        capture.tokens = current.batch.tokens(traced.device, "prefill", 0, current.stop)
+
+    def collected(part: int) -> dict[str, Any]:
+        names = {block.name for block in traced.weights.layers[part].blocks}
+        traced.weights.wait_for_layer()  # records may be copied still
+        return part_record([block for block in capture.blocks if block.name in names], collectors)
+
+    inputs = [prefill_inputs(traced, batch) for batch in all_batches]
+    for number, output in traced.run_parts(inputs, states, begin=begin, record=collected):
+        for collector in pass_collectors:
+            if output is None:
+                collector.pause_pass(in_order[number])
+            else:
+                collector.end_pass(in_order[number], output)
+        size = all_batches[number].size
+        advance((done + size) // traced.n_parts - done // traced.n_parts)
+        done += size
     traced.execution.record(traced.name, bytes_read=traced.weights.bytes_read)
     return n_tokens
 
 
-def run_again(
-    traced: StreamedModel,
-    capture: Capture,
-    all_batches: list[Batch],
-    states: MemoryStates | FileStates,
-    layers: list[int],
-) -> None:
-    """Run every batch through the current layer as revised; collectors see nothing of it."""
-    assert traced.revise is not None
-    with ExitStack() as changes:
-        for layer in layers:
-            changes.enter_context(traced.revise(layer))
-        capture.busy = True
-        try:
-            for number, batch in enumerate(all_batches):
-                stored = states.get(number, traced.device)
-                with named_failures(traced):
-                    outputs, _ = traced.run(prefill_inputs(traced, batch), stored)
-                states.put(number, outputs)
-        finally:
-            capture.busy = False
-
-
-@contextmanager
-def only_resumable(states: MemoryStates | FileStates, resumes: bool) -> Iterator[None]:
-    """Leave hidden states behind after an error only where a run can resume from them."""
-    try:
-        yield
-    except BaseException:
-        if states.part == 0 or not resumes:
-            states.remove()
-        raise
-
-
 def part_record(blocks: list[Block], collectors: Sequence[Collector]) -> dict[str, Any]:
     """Return what is known of a part's layers once all batches have passed: plain data for a file."""
-    record: dict[str, Any] = {}
-    for block in blocks:
-        scoring = None if block.scoring is None else vars(block.scoring)
-        rows = {name: tensor.detach().cpu() for name, tensor in block.router.state_dict().items()}
-        states = [layer_state(collector, block.layer) for collector in collectors]
-        record[str(block.layer)] = (scoring, block.logits_at, rows, states)
-    return record
+    return {
+        str(block.layer): (
+            None if block.scoring is None else vars(block.scoring),
+            block.logits_at,
+            {name: tensor.detach().cpu() for name, tensor in block.router.state_dict().items()},
+            [state_of(collector, block.layer) for collector in collectors],
+        )
+        for block in blocks
+    }
 
 
 def restore_part(record: dict[str, Any], blocks: list[Block], collectors: Sequence[Collector]) -> None:
@@ -242,32 +197,26 @@ def restore_part(record: dict[str, Any], blocks: list[Block], collectors: Sequen
         block.logits_at, block.checked, block.calls = logits_at, True, 1
         block.router.load_state_dict(rows, assign=True)
         for collector, state in zip(collectors, states, strict=True):
-            restore_layer(collector, block.layer, state)
+            if hasattr(collector, "restore"):
+                collector.restore(block.layer, state)
+            else:
+                for name, value in state.items():
+                    getattr(collector, name)[block.layer] = value
 
 
-def layer_state(collector: Any, layer: int) -> Any:
+def state_of(collector: Any, layer: int) -> Any:
     """Return what a collector holds of one layer: its own answer, or the layer's entries in its dicts."""
-    if hasattr(collector, "layer_state"):
-        return collector.layer_state(layer)
-    held = {name: value for name, value in vars(collector).items() if isinstance(value, dict)}
-    return {name: value[layer] for name, value in held.items() if layer in value}
-
-
-def restore_layer(collector: Any, layer: int, state: Any) -> None:
-    if hasattr(collector, "restore_layer"):
-        collector.restore_layer(layer, state)
-    else:
-        for name, value in state.items():
-            getattr(collector, name)[layer] = value
+    if hasattr(collector, "state"):
+        return collector.state(layer)
+    held = vars(collector).items()
+    return {name: value[layer] for name, value in held if isinstance(value, dict) and layer in value}
 
 
 def passes(batch: Batch, phase: str) -> Iterator[tuple[int, int]]:
-    """Yield the columns of each forward pass: all at once (prefill), or one after the other (decode)."""
+    """Return the columns of each forward pass: all at once (prefill), or one after the other (decode)."""
     length = batch.ids_BL.shape[1]
-    if phase == "prefill":
-        yield 0, length
-    else:
-        yield from ((column, column + 1) for column in range(length))
+    width = length if phase == "prefill" else 1
+    return ((start, start + width) for start in range(0, length, width))
 
 
 @torch.no_grad()
@@ -295,11 +244,11 @@ def run_batch(
         with named_failures(traced):
             output = traced.runner(**inputs)
         cache = getattr(output, "past_key_values", None) if phase == "decode" else None
-        if phase == "decode" and cache is None and not current.is_last:
-            raise BadInput(
-                f"model type {traced.config.model_type!r} keeps no cache, so it has no decode phase; "
-                "use --phase prefill"
-            )
+        reject_if(
+            phase == "decode" and cache is None and not current.is_last,
+            f"model type {traced.config.model_type!r} keeps no cache, so it has no decode phase; "
+            "use --phase prefill",
+        )
         for collector in collectors:
             collector.end_pass(current, output)
 

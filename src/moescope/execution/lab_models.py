@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -23,21 +23,21 @@ from moescope.decoder.saving import (
     load_model,
 )
 from moescope.decoder.vocabulary import Vocabulary
-from moescope.errors import BadInput
 from moescope.execution.adapters import Apart, Block, find_blocks
+from moescope.execution.failures import reject_if
 from moescope.execution.model_names import checked_checkpoint
 from moescope.execution.models import (
-    MOST_GROWTH,
     TracedModel,
     check_finite,
+    check_growth,
     find_model,
     loading,
     runner_of,
     with_tokenizer,
 )
-from moescope.execution.routers_alone import ask, with_router
+from moescope.execution.replaced import apart
 from moescope.execution.streamed import load_streamed
-from moescope.execution.ways import Execution, Expected, choose_way, expect_whole, sharded_placement
+from moescope.execution.ways import SLACK, Execution, Expected, choose_way, sharded_placement, weight_bytes
 from moescope.processor import avoid_broken_amx
 from moescope.types import Routing
 
@@ -66,20 +66,9 @@ class Traceable(nn.Module):
     def __init__(self, model: LabModel, vocabulary: Vocabulary):
         super().__init__()
         self.model = model
-        shape = model.config
-        self.config = TraceableConfig(
-            layout_of(shape),
-            shape.vocabulary,
-            model.trained_length,
-            vocabulary.pad,
-            stored=config_json(model),
-        )
-
-    def routing_blocks(self) -> list[tuple[int, str, nn.Module, int]]:
-        return self.model.routing_blocks()
-
-    def expert_blocks(self) -> dict[int, Apart]:
-        return expert_blocks(self.model)
+        facts = (layout_of(model.config), model.config.vocabulary, model.trained_length, vocabulary.pad)
+        self.config = TraceableConfig(*facts, stored=config_json(model))
+        self.routing_blocks, self.expert_blocks = model.routing_blocks, partial(expert_blocks, model)
 
     def get_output_embeddings(self) -> nn.Module:
         return self.model.lm_head
@@ -97,32 +86,25 @@ class Traceable(nn.Module):
         if consume is None:
             output = self.model(input_ids, mask_BL=mask_BL, cache=cache)
         else:
-            with experts_inputs(self.model) as inputs:
-                consume_with_inputs = partial(with_inputs, consume, inputs)
+            with with_inputs(self.model, consume) as consume_with_inputs:
                 output = self.model(input_ids, mask_BL=mask_BL, consume=consume_with_inputs, cache=cache)
         return SimpleNamespace(logits=output.logits_BLV, past_key_values=cache)
 
 
 def expert_blocks(model: LabModel) -> dict[int, Apart]:
     """Return layer -> its experts, its router for single tokens, and one with other tensors."""
-    parts = {}
-    for layer, block in enumerate(model.blocks):
-        router = block.mlp.router
-        calls = partial(ask, router), partial(with_router, router)
-        parts[layer] = Apart(block.mlp.experts, *calls, router.linear_view())
-    return parts
+    return {layer: apart(block.mlp.experts, block.mlp.router) for layer, block in enumerate(model.blocks)}
 
 
 def lab_blocks(model: LabModel) -> list[Block]:
     """Return the MoE blocks of a lab model, as `find_blocks` returns those of a traceable one."""
-    return find_blocks(
-        SimpleNamespace(routing_blocks=model.routing_blocks, expert_blocks=partial(expert_blocks, model))
-    )
+    parts = {"routing_blocks": model.routing_blocks, "expert_blocks": partial(expert_blocks, model)}
+    return find_blocks(SimpleNamespace(**parts))
 
 
 @contextmanager
-def experts_inputs(model: LabModel) -> Iterator[dict[int, tuple[Tensor, Tensor | None]]]:
-    """Yield layer -> inputs of its experts in the current pass, and what the router got from above."""
+def with_inputs(model: LabModel, consume: Consume) -> Iterator[Consume]:
+    """Yield `consume` of routing with the inputs of the experts, and what the router got from above."""
     inputs: dict[int, tuple[Tensor, Tensor | None]] = {}
 
     def store_inputs(module: nn.Module, args: tuple[Any, ...]) -> None:
@@ -130,19 +112,15 @@ def experts_inputs(model: LabModel) -> Iterator[dict[int, tuple[Tensor, Tensor |
         x_TD, _, _, carried_TR, *_ = args
         inputs[module.layer] = x_TD.detach(), None if carried_TR is None else carried_TR.detach()
 
-    hooks = [block.mlp.register_forward_pre_hook(store_inputs) for block in model.blocks]
-    try:
-        yield inputs
-    finally:
-        for hook in hooks:
-            hook.remove()
+    def consume_with_inputs(routing: Routing) -> None:
+        if routing.layer in inputs:  # else its block did not run: a stored output took its place
+            x_TD, carried_TR = inputs.pop(routing.layer)
+            consume(replace(routing, x_TD=x_TD, carried_TR=carried_TR))
 
-
-def with_inputs(consume: Consume, inputs: dict[int, tuple[Tensor, Tensor | None]], routing: Routing) -> None:
-    if routing.layer not in inputs:  # its block did not run: a stored output took its place
-        return
-    x_TD, carried_TR = inputs.pop(routing.layer)
-    consume(replace(routing, x_TD=x_TD, carried_TR=carried_TR))
+    with ExitStack() as hooks:
+        for block in model.blocks:
+            hooks.callback(block.mlp.register_forward_pre_hook(store_inputs).remove)
+        yield consume_with_inputs
 
 
 @dataclass(frozen=True)
@@ -150,7 +128,6 @@ class TraceableVocabulary:
     """The vocabulary with a tokenizer's call signature."""
 
     vocabulary: Vocabulary
-    chat_template: None = None
 
     @property
     def pad_token_id(self) -> int:
@@ -168,7 +145,9 @@ class TraceableVocabulary:
 
 def load_traced(name: str | Path, dtype: str, device: str) -> TracedModel:
     """Load a lab checkpoint ready to be run by the lab's own model, without transformers."""
-    check_lab_sizes(str(name))
+    checkpoint = checked_checkpoint(str(name))
+    if checkpoint is not None:
+        check_growth(checkpoint, parameter_counts(load_config(Path(name))).total)
     model, vocabulary = load_model(name, device)
     check_finite(model, str(name))
     if dtype not in ("auto", "float32"):
@@ -176,20 +155,6 @@ def load_traced(name: str | Path, dtype: str, device: str) -> TracedModel:
         model.cast(getattr(torch, dtype))
     traceable = Traceable(model, vocabulary).eval()
     return TracedModel(str(name), traceable, traceable, TraceableVocabulary(vocabulary), device)
-
-
-def check_lab_sizes(name: str) -> None:
-    """Check files and headers, and that the config describes no larger model than the files hold."""
-    checkpoint = checked_checkpoint(name)
-    if checkpoint is None:
-        return
-    needed = parameter_counts(load_config(Path(name))).total
-    held = sum(info.parameters for info in checkpoint.tensors.values())
-    if needed > MOST_GROWTH * held:
-        raise BadInput(
-            f"{checkpoint.files.label('config.json')}: describes {needed:,} parameters, but the files hold "
-            f"{held:,}; correct the config, or copy the checkpoint again"
-        )
 
 
 def load_any_model(
@@ -208,33 +173,32 @@ def load_any_model(
     from moescope.execution.models import load_model as load_transformers_model
 
     how = execution or Execution()
-    if execution is None and not runs_in_lab(name, prefer_transformers, how):
-        return load_transformers_model(name, dtype, device, trust_remote_code)
-    way, expected = expect_way(name, dtype, device, prefer_transformers, how)
-    if way == "streamed":
+    expected = expect_way(name, dtype, device, prefer_transformers, how)
+    if expected.way == "streamed":
         return load_streamed(name, dtype, device, trust_remote_code, how)
     how.announce(expected)
     if runs_in_lab(name, prefer_transformers, how):
         return load_traced(name, dtype, device)
-    place = sharded_placement(name, device, how.limit) if way == "sharded" else None
+    place = sharded_placement(name, device, how.limit) if expected.way == "sharded" else None
     return load_transformers_model(name, dtype, device, trust_remote_code, place)
 
 
 def runs_in_lab(name: str, prefer_transformers: bool, how: Execution) -> bool:
     """Return whether the lab's decoder runs the model, which is never spread or streamed."""
     in_lab = is_own_layout(name) if prefer_transformers else is_lab_checkpoint(name)
-    if in_lab and how.way not in ("auto", "resident"):
-        raise BadInput(f"{name}: models of the lab run resident; omit --execution {how.way}")
+    reject_if(
+        in_lab and how.way not in ("auto", "resident"),
+        f"{name}: models of the lab run resident; omit --execution {how.way}",
+    )
     return in_lab
 
 
-def expect_way(
-    name: str, dtype: str, device: str, prefer_transformers: bool, how: Execution
-) -> tuple[str, Expected]:
+def expect_way(name: str, dtype: str, device: str, prefer_transformers: bool, how: Execution) -> Expected:
     """Return the way to run a model, and what it takes if it is not streamed."""
     in_lab, checkpoint = runs_in_lab(name, prefer_transformers, how), checked_checkpoint(name)
     way = "resident" if in_lab else choose_way(checkpoint, dtype, device, how)
-    return way, expect_whole(name, way, checkpoint, dtype, device)
+    memory = None if checkpoint is None else int(SLACK * weight_bytes(checkpoint, dtype, device))
+    return Expected(name, way, memory)
 
 
 def expect_run(
@@ -247,8 +211,8 @@ def expect_run(
     tokens: int,
 ) -> Expected:
     """Return what a run over so many tokens, padding included, takes; no weight is loaded."""
-    way, expected = expect_way(name, dtype, device, prefer_transformers, execution)
-    if way == "streamed":
+    expected = expect_way(name, dtype, device, prefer_transformers, execution)
+    if expected.way == "streamed":
         return load_streamed(name, dtype, device, trust_remote_code, execution).expect(tokens)
     return expected
 

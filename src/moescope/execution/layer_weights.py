@@ -8,11 +8,11 @@ import os
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from math import prod
 from queue import SimpleQueue
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -22,12 +22,13 @@ from moescope.checkpoint.files import Index, StoredTensor
 from moescope.checkpoint.local import LocalFiles
 from moescope.errors import BadInput
 from moescope.execution.adapters import Block, find_blocks
-from moescope.execution.models import DEFECT, HALF, cause, runner_of
+from moescope.execution.failures import one_line, reject_if
+from moescope.execution.models import DEFECT, is_finite, output_embeddings, runner_of, stored_defect
 
 M_MMAP_THRESHOLD = -3  # of malloc.h
 PIECE_BYTES = 64 * 2**20  # read at once
 READERS = min(4, os.cpu_count() or 4)  # threads that read pieces; as many as transformers loads with
-FLOATS = (*HALF, torch.float32, torch.float64)
+UNFIT = "check config.json against the weights"
 
 
 class CountedFiles:
@@ -51,6 +52,15 @@ class CountedFiles:
             self.bytes_read += sum(map(len, targets))
 
 
+@contextmanager
+def on_stream(stream: Any) -> Iterator[None]:
+    """Copy on a GPU's stream (None on a CPU) in this context; at its end the copies are there."""
+    with torch.cuda.stream(stream):
+        yield
+    if stream is not None:
+        stream.synchronize()
+
+
 @dataclass(frozen=True)
 class LazyWeight:
     """A tensor of the checkpoint that is taken, or read and decoded, when transformers slices it."""
@@ -64,18 +74,11 @@ class LazyWeight:
     def __getitem__(self, index: Any) -> Tensor:
         if self.name in self.read_ahead:
             return self.read_ahead.pop(self.name)
-        with torch.cuda.stream(self.stream):
-            value = self.read().to(self.device)
-        if self.stream is not None:
-            self.stream.synchronize()
-        return value
-
-    def read(self) -> Tensor:
-        value = self.checkpoint.read(self.name)
-        how = self.checkpoint.packed.get(self.name)
+        value, how = self.checkpoint.read(self.name), self.checkpoint.packed.get(self.name)
         if how is not None and any(part.endswith("_blocks") for part in how.parts):
             value = value.mT.contiguous()  # GPT-OSS packs [out, in] and computes with [in, out]
-        return value
+        with on_stream(self.stream):
+            return value.to(self.device)
 
 
 class BulkReader:
@@ -95,77 +98,61 @@ class BulkReader:
         local: Any = getattr(self.checkpoint.files, "files", None)
         if not isinstance(local, LocalFiles):
             return {}
-        places: dict[str, dict[str, StoredTensor]] = {}  # by file
+        stored: dict[str, tuple[StoredTensor, Tensor]] = {}  # with the memory to read into
+        by_file: dict[str, list[tuple[StoredTensor, Tensor]]] = {}
         for name in names:
             file = self.checkpoint.tensors[name].file_name
             if name not in self.checkpoint.packed and file in local.stored:
                 self.checkpoint.check_readable(name)
-                places.setdefault(file, {})[name] = local.stored[file][name]
-        tensors = {
-            name: torch.empty(place.end - place.start, dtype=torch.uint8, device=self.device)
-            for of_file in places.values()
-            for name, place in of_file.items()
-        }
+                place = local.stored[file][name]
+                memory = torch.empty(place.end - place.start, dtype=torch.uint8, device=self.device)
+                stored[name] = place, memory
+                by_file.setdefault(file, []).append(stored[name])
         if self.staged and self.buffers.empty():
+            pin = self.device.startswith("cuda")
             for _ in range(READERS):
-                pin = self.device.startswith("cuda")
                 self.buffers.put(torch.empty(self.piece_bytes, dtype=torch.uint8, pin_memory=pin))
         with ThreadPoolExecutor(READERS) as pool:
             for reading in [
-                pool.submit(self.read_piece, file, piece, of_file, tensors)
-                for file, of_file in places.items()
+                pool.submit(self.read_piece, file, piece)
+                for file, of_file in by_file.items()
                 for piece in pieces(of_file, self.piece_bytes)
             ]:
                 reading.result()
-        return {
-            name: place.from_bytes(tensors[name])
-            for of_file in places.values()
-            for name, place in of_file.items()
-        }
+        return {name: place.from_bytes(memory) for name, (place, memory) in stored.items()}
 
-    def read_piece(
-        self, file: str, piece: list[Span], places: dict[str, StoredTensor], tensors: dict[str, Tensor]
-    ) -> None:
-        targets = [
-            tensors[name][start - places[name].start : end - places[name].start] for name, start, end in piece
-        ]
-        first, last = piece[0].start, piece[-1].end
+    def read_piece(self, file: str, piece: list[tuple[int, Tensor]]) -> None:
+        first, targets = piece[0][0], [target for _, target in piece]
         files: Any = self.checkpoint.files
         if not self.staged:
             files.read_into(file, first, targets)
             return
         buffer = self.buffers.get()
         try:
-            files.read_into(file, first, [buffer[: last - first]])
-            with torch.cuda.stream(self.stream):
-                for span, target in zip(piece, targets, strict=True):
-                    target.copy_(buffer[span.start - first : span.end - first], non_blocking=True)
-            if self.stream is not None:
-                self.stream.synchronize()
+            stored = buffer[: sum(map(len, targets))]
+            files.read_into(file, first, [stored])
+            with on_stream(self.stream):
+                for part, target in zip(torch.split(stored, [*map(len, targets)]), targets, strict=True):
+                    target.copy_(part, non_blocking=True)
         finally:
             self.buffers.put(buffer)
 
 
-class Span(NamedTuple):
-    """Bytes `start` to `end` of a file, which belong to a tensor."""
+def pieces(places: list[tuple[StoredTensor, Tensor]], most: int) -> Iterator[list[tuple[int, Tensor]]]:
+    """Cut the tensors of a file into pieces of at most so many bytes, each without a gap.
 
-    tensor: str
-    start: int
-    end: int
-
-
-def pieces(places: dict[str, StoredTensor], most: int) -> Iterator[list[Span]]:
-    """Cut the tensors of a file into pieces of at most so many bytes, each without a gap."""
-    piece: list[Span] = []
-    room = most
-    for name, place in sorted(places.items(), key=lambda item: item[1].start):
+    A piece is a list of places in the file and the memory that their bytes go to.
+    """
+    piece: list[tuple[int, Tensor]] = []
+    end, room = -1, most
+    for place, memory in sorted(places, key=lambda item: item[0].start):
         start = place.start
         while start < place.end:
-            if piece and (not room or piece[-1].end != start):
+            if piece and (not room or end != start):
                 yield piece
                 piece, room = [], most
             end = min(place.end, start + room)
-            piece.append(Span(name, start, end))
+            piece.append((start, memory[start - place.start : end - place.start]))
             start, room = end, room - (end - start)
     if piece:
         yield piece
@@ -238,10 +225,8 @@ class LayerWeights:
     def load(self, part: int | str) -> None:
         """Read a part's weights and put them on the device."""
         if part not in self.loaded:
-            with torch.cuda.stream(self.stream):
+            with on_stream(self.stream):
                 self.read_part(part)
-            if self.stream is not None:
-                self.stream.synchronize()
             self.loaded.add(part)
 
     def read_part(self, part: int | str) -> None:
@@ -252,24 +237,22 @@ class LayerWeights:
             ahead = self.reader.read(names) if isinstance(part, int) else {}
             place = (ahead, self.device, self.stream)
             weights = {name: LazyWeight(self.checkpoint, name, *place) for name in names}
-            try:
+            # whatever transformers raises on tensors that do not fit
+            with one_line(f"{self.where(part)} cannot be loaded", UNFIT):
                 info, _ = convert(self.model, weights, self.config, **more)
-            except BadInput:
-                raise
-            except Exception as error:  # whatever transformers raises on tensors that do not fit
-                raise BadInput(self.unusable(part, cause(error))) from None
             problems = [*info.conversion_errors.values(), *(str(entry) for entry in info.mismatched_keys)]
-            if problems:
-                raise BadInput(self.unusable(part, problems[0].strip().splitlines()[-1][:160]))
+            for problem in problems:
+                why = problem.strip().splitlines()[-1][:160]
+                raise BadInput(f"{self.where(part)} cannot be loaded ({why}); {UNFIT}")
         if part == "outer":
             self.model.tie_weights(missing_keys=set(self.absent), recompute_mapping=False)
         moved: dict[tuple[Any, ...], Tensor] = {}  # tied weights stay one tensor
         for module, attribute, tensor in list(self.tensors_of(part)):
-            if tensor.is_meta:
-                raise BadInput(self.unusable(part, f"{attribute} of {type(module).__name__} is missing"))
-            checkable = tensor.dtype in FLOATS and tensor.numel()
-            if checkable and not torch.stack(tensor.detach().aminmax()).isfinite().all():
-                raise BadInput(f"{self.defect(part)} {DEFECT}")
+            missing = f"{attribute} of {type(module).__name__} is missing"
+            reject_if(tensor.is_meta, f"{self.where(part)} cannot be loaded ({missing}); {UNFIT}")
+            if not is_finite(tensor):
+                where = stored_defect(self.checkpoint, self.names[part])
+                raise BadInput(f"{where or f'{self.name}: a weight of layer {part}'} {DEFECT}")
             memory = (tensor.data_ptr(), tensor.shape, tensor.stride())
             if memory not in moved:
                 moved[memory] = tensor.detach().to(self.device)
@@ -279,7 +262,7 @@ class LayerWeights:
     def free(self, part: int | str) -> None:
         """Drop a part's weights; routers, which are small, stay on the CPU."""
         self.wait_for_layer()  # their memory is read into at once
-        routers = {block.router for layer in self.layers_of(part) for block in layer.blocks}
+        routers = [block.router for block in (self.layers[part].blocks if isinstance(part, int) else ())]
         for module, attribute, tensor in list(self.tensors_of(part)):
             place = "cpu" if module in routers else "meta"
             self.replace_tensor(module, attribute, tensor.detach().to(place))
@@ -290,28 +273,17 @@ class LayerWeights:
         if self.stream is not None:
             torch.cuda.current_stream(self.device).synchronize()
 
-    def layers_of(self, part: int | str) -> list[Layer]:
-        return [self.layers[part]] if isinstance(part, int) else []
-
     def tensors_of(self, part: int | str) -> Iterator[tuple[nn.Module, str, Tensor]]:
         """Yield the part's parameters and stored buffers: their module, their name in it, their value."""
-        if isinstance(part, int):
-            roots, excluded = [self.layers[part].module], set[nn.Module]()
-        else:
-            head = self.head()
-            of_head = set(head.modules()) if head is not None else set()
-            of_layers = {module for layer in self.layers for module in layer.module.modules()}
-            roots = [self.runner] if part == "outer" else [head] if head is not None else []
-            excluded = of_layers | of_head if part == "outer" else set()
-        for root in roots:
-            for module in root.modules():
-                if module in excluded:
-                    continue
-                temporary = module._non_persistent_buffers_set
-                own = {**module._parameters, **module._buffers}
-                for attribute, tensor in own.items():
-                    if tensor is not None and attribute not in temporary:
-                        yield module, attribute, tensor
+        head, layers = output_embeddings(self.model), [layer.module for layer in self.layers]
+        root = layers[part] if isinstance(part, int) else self.runner if part == "outer" else head
+        others = [other for other in (*layers, head) if other is not None] if part == "outer" else []
+        apart = {module for other in others for module in other.modules()}
+        for module in root.modules() if root is not None else ():
+            for attribute, tensor in {**module._parameters, **module._buffers}.items():
+                temporary = tensor is None or attribute in module._non_persistent_buffers_set
+                if module not in apart and not temporary:
+                    yield module, attribute, tensor
 
     def replace_tensor(self, module: nn.Module, attribute: str, value: Tensor) -> None:
         if attribute in module._parameters:
@@ -319,33 +291,8 @@ class LayerWeights:
         else:
             module._buffers[attribute] = value
 
-    def head(self) -> nn.Module | None:
-        return output_embeddings(self.model)
-
-    def unusable(self, part: int | str, why: str) -> str:
-        where = f"layer {part}" if isinstance(part, int) else f"the {part} weights"
-        return f"{self.name}: {where} cannot be loaded ({why}); check config.json against the weights"
-
-    def defect(self, part: int | str) -> str:
-        """Return file and name of the part's first stored tensor with NaN or Inf."""
-        for name in self.names[part]:
-            if not self.checkpoint.read(name).isfinite().all():
-                return f"{self.checkpoint.tensors[name].file}: tensor {name}"
-        return f"{self.name}: a weight of layer {part}"
-
-
-def return_freed_memory() -> None:
-    """Let this process give freed tensors back to the system at once.
-
-    By default glibc keeps blocks of up to 32 MB, such as single experts, and a run held twice its layers.
-    """
-    set_option = getattr(ctypes.CDLL(None), "mallopt", None)  # glibc only
-    if set_option is not None:
-        set_option(M_MMAP_THRESHOLD, 2**20)
-
-
-def output_embeddings(model: Any) -> nn.Module | None:
-    return model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
+    def where(self, part: int | str) -> str:
+        return f"{self.name}: {f'layer {part}' if isinstance(part, int) else f'the {part} weights'}"
 
 
 def read_by_layer(
@@ -360,12 +307,13 @@ def read_by_layer(
             contexts.enter_context(context)
         model = kind(config)
     model.eval()
-    return_freed_memory()
+    # By default glibc keeps freed blocks of up to 32 MB, such as experts, and a run held twice its layers.
+    set_option = getattr(ctypes.CDLL(None), "mallopt", lambda option, value: None)
+    set_option(M_MMAP_THRESHOLD, 2**20)
     restore_buffers(model, device)
     runner = runner_of(model)
     layers = stacked_layers(name, model, runner)
     mapping: list[Any] = get_model_conversion_mapping(model)
-    counted = replace(checkpoint, files=CountedFiles(checkpoint.files))
     loading = LoadStateDictConfig(
         pretrained_model_name_or_path=name,
         device_map={"": device},
@@ -375,6 +323,7 @@ def read_by_layer(
     )
     names, targets, absent = assign_tensors(model, runner, layers, mapping, checkpoint)
     stream = torch.cuda.Stream(device) if device.startswith("cuda") else None  # type: ignore[no-untyped-call]
+    counted = replace(checkpoint, files=CountedFiles(checkpoint.files))
     found = (layers, names, targets, absent, loading)
     return LayerWeights(name, model, runner, counted, dtype, device, *found, stream=stream)
 
@@ -402,16 +351,13 @@ def stacked_layers(name: str, model: nn.Module, runner: nn.Module) -> list[Layer
     stacks: list[nn.ModuleList] = []
     for module in runner.modules():
         inside = any(module in set(stack.modules()) for stack in stacks)
-        if isinstance(module, nn.ModuleList) and not inside:
-            within = set(module.modules())
-            if any(block.module in within for block in blocks):
-                stacks.append(module)
-    layers = []
-    for stack in stacks:
-        for part in stack:
-            within = set(part.modules())
-            own = tuple(block for block in blocks if block.module in within)
-            layers.append(Layer(paths[stack], f"{paths[part]}.", part, own))
+        if isinstance(module, nn.ModuleList) and not inside and blocks_in(module, blocks):
+            stacks.append(module)
+    layers = [
+        Layer(paths[stack], f"{paths[part]}.", part, blocks_in(part, blocks))
+        for stack in stacks
+        for part in stack
+    ]
     if {id(block.module) for layer in layers for block in layer.blocks} != {id(b.module) for b in blocks}:
         kind = getattr(getattr(model, "config", None), "model_type", type(model).__name__)
         raise BadInput(
@@ -419,6 +365,11 @@ def stacked_layers(name: str, model: nn.Module, runner: nn.Module) -> list[Layer
             "use --execution sharded"
         )
     return layers
+
+
+def blocks_in(module: nn.Module, blocks: list[Block]) -> tuple[Block, ...]:
+    within = set(module.modules())
+    return tuple(block for block in blocks if block.module in within)
 
 
 def assign_tensors(
@@ -447,12 +398,13 @@ def assign_tensors(
             continue  # such as layers of multi-token prediction
         absent.discard(target)
         targets[name] = target
-        at = next((at for prefix, at in prefixes.items() if target.startswith(prefix)), None)
-        if at is not None:
-            names[at].append(name)
-        elif target.startswith(outer) or target in tied:
-            is_head = of_head is not None and target.startswith(of_head) and target not in tied
-            names["head" if is_head else "outer"].append(name)
-        elif of_head is not None and target.startswith(of_head):
-            names["head"].append(name)
+        part: int | str | None = next(
+            (at for prefix, at in prefixes.items() if target.startswith(prefix)), None
+        )
+        if part is None and of_head is not None and target.startswith(of_head) and target not in tied:
+            part = "head"
+        if part is None and (target.startswith(outer) or target in tied):
+            part = "outer"
+        if part is not None:
+            names[part].append(name)
     return names, targets, frozenset(absent)

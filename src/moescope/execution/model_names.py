@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Literal
 
@@ -14,6 +15,7 @@ from moescope.checkpoint import Checkpoint, open_checkpoint
 from moescope.checkpoint.files import read_config
 from moescope.checkpoint.location import find_location, hide_credentials
 from moescope.errors import BadInput
+from moescope.execution.failures import reject_if
 from moescope.execution.texts import Source, is_ids
 from moescope.families.reading import text_config
 from moescope.types import Integers
@@ -27,24 +29,21 @@ def step_names(models: Sequence[str | Path], revisions: str | Iterable[str]) -> 
     """Return one model name per step: the models, or one hub id at several revisions."""
     names = [str(model) for model in models]
     wanted = [part for part in (revisions.split(",") if isinstance(revisions, str) else revisions) if part]
-    if not names:
-        raise BadInput("no model given; give a model's folder or hub id")
+    reject_if(not names, "no model given; give a model's folder or hub id")
     if wanted:
-        if len(names) > 1:
-            raise BadInput(f"--revisions belong to one model, {len(names)} given; give one")
-        if os.path.exists(names[0]) or "@" in names[0]:
-            raise BadInput(
-                f"{names[0]}: --revisions need a hub id such as owner/name; give folders one by one instead"
-            )
+        reject_if(len(names) > 1, f"--revisions belong to one model, {len(names)} given; give one")
+        reject_if(
+            os.path.exists(names[0]) or "@" in names[0],
+            f"{names[0]}: --revisions need a hub id such as owner/name; give folders one by one instead",
+        )
         names = [f"{names[0]}@{revision}" for revision in wanted]
     resolved = [str(Path(name).resolve()) if os.path.exists(name) else name for name in names]
     for index, name in enumerate(names):
-        if resolved[index] in resolved[:index]:
-            raise BadInput(f"{name}: given twice; give each step once")
-        if "://" in name:
-            raise BadInput(
-                f"{hide_credentials(name)}: a model cannot be run from a URL; download it and give its folder"
-            )
+        reject_if(resolved[index] in resolved[:index], f"{name}: given twice; give each step once")
+        reject_if(
+            "://" in name,
+            f"{hide_credentials(name)}: a model cannot be run from a URL; download it and give its folder",
+        )
         if not os.path.isdir(name):
             find_location(name)  # fails in a second where transformers would search for half a minute
     return names
@@ -58,11 +57,11 @@ def check_routed(name: str) -> None:
     if not is_lab_checkpoint(name):
         return
     config = load_config(Path(name))
-    if router_class(config.router).expert_shape(config)[0] == 1:
-        raise BadInput(
-            f"{name}: nothing is routed in it (router {config.router}, one block per layer), so there is "
-            "nothing to trace; moescope scan shows its spectra"
-        )
+    reject_if(
+        router_class(config.router).expert_shape(config)[0] == 1,
+        f"{name}: nothing is routed in it (router {config.router}, one block per layer), so there is "
+        "nothing to trace; moescope scan shows its spectra",
+    )
 
 
 def short_name(name: str) -> str:
@@ -83,16 +82,14 @@ def check_token_ids(names: Iterable[str], reading: Sequence[Source]) -> None:
 
 def vocabulary_size(name: str) -> int | None:
     """Return the size in the checkpoint's config; None where it is not stated."""
-    try:
+    with suppress(BadInput):
         size = text_config(open_checkpoint(name).config).get("vocab_size")
-    except BadInput:
-        return None
-    return size if type(size) is int else None
+        return size if type(size) is int else None
+    return None
 
 
 def check_ids(ids: Integers, name: str, vocabulary: int) -> None:
-    if len(ids) and (ids.min() < 0 or ids.max() >= vocabulary):
-        worst = int(ids.max()) if ids.max() >= vocabulary else int(ids.min())
+    for worst in ids[(ids < 0) | (ids >= vocabulary)][:1]:
         raise BadInput(
             f"token id {worst}: {name} has {vocabulary} tokens, numbered from 0; give its tokenizer's ids"
         )
@@ -114,28 +111,23 @@ def checked_checkpoint(name: str) -> Checkpoint | None:
         if is_quantised(name):
             return None
         raise
-    config, depth = text_config(checkpoint.config), stored_depth(checkpoint)
+    numbers = (LAYER.search(tensor) for tensor in checkpoint.tensors)
+    depth = max((int(match[1]) + 1 for match in numbers if match), default=0)
+    config = text_config(checkpoint.config)
     for field in ("num_hidden_layers", "n_layers", "num_layers"):
         layers = config.get(field)
-        if isinstance(layers, int) and layers > depth > 0:
-            raise BadInput(
-                f"{checkpoint.files.label('config.json')}: {field} is {layers}, but the files hold {depth} "
-                "layers; correct it, or download the missing files"
-            )
+        reject_if(
+            isinstance(layers, int) and layers > depth > 0,
+            f"{checkpoint.files.label('config.json')}: {field} is {layers}, but the files hold {depth} "
+            "layers; correct it, or download the missing files",
+        )
     return checkpoint
 
 
 def is_quantised(name: str) -> bool:
-    try:
+    with suppress(BadInput, OSError):
         return "quantization_config" in (read_config(find_location(name).files) or {})
-    except (BadInput, OSError):
-        return False
-
-
-def stored_depth(checkpoint: Checkpoint) -> int:
-    """Return one more than the largest layer number in the tensors' names; 0 if there is none."""
-    numbers = (LAYER.search(name) for name in checkpoint.tensors)
-    return max((int(match[1]) + 1 for match in numbers if match), default=0)
+    return False
 
 
 def checkpoint_identity(name: str) -> dict[str, Any]:
@@ -143,20 +135,16 @@ def checkpoint_identity(name: str) -> dict[str, Any]:
     if checkpoint is None:
         path, _, revision = name.partition("@")
         return {"path": path, "revision": revision or None, "header_hash": None}
-    return {
-        "path": checkpoint.address,
-        "revision": checkpoint.revision,
-        "header_hash": checkpoint.header_hash(),
-    }
+    facts = {"path": checkpoint.address, "revision": checkpoint.revision}
+    return {**facts, "header_hash": checkpoint.header_hash()}
 
 
 def checkpoint_layer_names(name: str, in_memory: dict[int, str]) -> dict[int, str]:
     """Return layer -> the block's name in the checkpoint, as scan has it, or in memory where unknown."""
     from moescope.families import read_moe
 
-    try:
-        moe = read_moe(open_checkpoint(name))
-    except BadInput:
-        return in_memory
-    on_disk = {number: layer.layer_name for number, layer in moe.layers.items()}
-    return on_disk if set(on_disk) == set(in_memory) else in_memory
+    with suppress(BadInput):
+        layers = read_moe(open_checkpoint(name)).layers
+        if set(layers) == set(in_memory):
+            return {number: layer.layer_name for number, layer in layers.items()}
+    return in_memory

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging as python_logging
 import os
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from functools import cached_property
@@ -25,6 +25,7 @@ from moescope.execution.adapters import find_blocks, hands_out_routing
 from moescope.execution.capture import check_transformers
 from moescope.execution.chat_templates import ChatTemplate
 from moescope.execution.documents import WINDOW
+from moescope.execution.failures import one_line, reason, reject_if
 from moescope.execution.model_names import checked_checkpoint
 from moescope.execution.replaced import replaced_classes
 from moescope.processor import avoid_broken_amx
@@ -74,12 +75,9 @@ class TracedModel:
 
     def encode(self, text: str) -> list[int]:
         """Return the text's token ids."""
-        try:
+        # a tokenizer raises what it likes, such as for an unknown word
+        with one_line(f"{self.name}: its tokenizer cannot read the text", GIVE_IDS):
             return list(self.tokenizer(text, verbose=False)["input_ids"])
-        except Exception as error:  # a tokenizer raises what it likes, such as for an unknown word
-            raise BadInput(
-                f"{self.name}: its tokenizer cannot read the text ({cause(error)}); {GIVE_IDS}"
-            ) from None
 
     @cached_property
     def chat_template(self) -> ChatTemplate:
@@ -99,10 +97,10 @@ class TracedModel:
     @property
     def padding(self) -> int:
         """The id to pad with; its value does not matter, since padding is masked."""
-        padding = getattr(self.tokenizer, "pad_token_id", None)
-        if padding is None:
-            padding = getattr(self.config.get_text_config(), "pad_token_id", None)
-        return int(padding or 0)
+        known = (
+            getattr(each, "pad_token_id", None) for each in (self.tokenizer, self.config.get_text_config())
+        )
+        return next((int(padding) for padding in known if padding is not None), 0)
 
     @property
     def vocabulary(self) -> int:
@@ -144,15 +142,14 @@ def find_model(name: str, trust_remote_code: bool = False) -> ModelSource:
     from transformers import AutoConfig
 
     path, _, revision = name.partition("@") if not name.startswith((".", "/")) else (name, "", "")
-    more: dict[str, Any] = {"revision": revision} if revision else {}
-    more["trust_remote_code"] = trust_remote_code
     checkpoint = checked_checkpoint(name)
+    stored = checkpoint.config if checkpoint is not None and checkpoint.config else {}
+    more: dict[str, Any] = {"revision": revision} if revision else {}
+    # for replaced routers moescope's classes are used; code in the checkpoint is never run
+    more["trust_remote_code"] = trust_remote_code and KEY not in stored
     with loading(name):
-        if checkpoint is not None and KEY in (checkpoint.config or {}):
-            config, kind = replaced_classes(path, checkpoint.config or {})
-            more["trust_remote_code"] = (
-                False  # moescope's classes are used; code in the checkpoint is never run
-            )
+        if KEY in stored:
+            config, kind = replaced_classes(path, stored)
         else:
             config = AutoConfig.from_pretrained(path, **more)
             kind = model_class(config, trust_remote_code)
@@ -172,12 +169,10 @@ def loading(name: str) -> Iterator[None]:
         except BadInput:
             raise
         except Exception as error:
-            if needs_code(error):
-                raise BadInput(f"{name}: the model {CODE_NEEDED}") from None
-            raise BadInput(
-                f"{name}: transformers cannot load it ({cause(error)}); check config.json and the weights, "
-                "or give another model folder or hub id"
-            ) from None
+            remedy = "check config.json and the weights, or give another model folder or hub id"
+            problem = f"{name}: transformers cannot load it ({reason(error)}); {remedy}"
+            needs_code = "trust_remote_code" in str(error)
+            raise BadInput(f"{name}: the model {CODE_NEEDED}" if needs_code else problem) from None
 
 
 def load_model(
@@ -209,12 +204,12 @@ def load_weights(
             **source.more,
             **(placement or {}),
         )
-        absent = sorted(info["missing_keys"])
-        if absent:
-            raise BadInput(
-                f"{name}: {len(absent)} weights are missing, such as {absent[0]}, and would be random; "
-                "download the missing files"
-            )
+        absent = info["missing_keys"]
+        reject_if(
+            absent,
+            f"{name}: {len(absent)} weights are missing, such as {min(absent, default='')}, and would be "
+            "random; download the missing files",
+        )
     check_finite(model, name)
     avoid_broken_amx(device, any(weight.dtype in HALF for weight in model.parameters()))
     return (model.to(device) if placement is None else model).eval()
@@ -222,8 +217,9 @@ def load_weights(
 
 def with_tokenizer(traced: Traced, source: ModelSource) -> Traced:
     """Give the model its tokenizer, or the reason why it has none."""
-    if traced.window < 1:
-        raise BadInput(f"{traced.name}: config.json gives the model {traced.window} positions; correct it")
+    reject_if(
+        traced.window < 1, f"{traced.name}: config.json gives the model {traced.window} positions; correct it"
+    )
     try:
         traced.tokenizer = load_tokenizer(source.path, source.more)
     except BadInput as error:
@@ -247,34 +243,43 @@ def check_sizes(kind: Any, config: Any, checkpoint: Checkpoint) -> None:
                 f"{stored.file}: tensor {name} has shape {list(stored.shape)}, but {label} makes it "
                 f"{list(weight.shape)}; correct the config, or download both again"
             )
-    held = sum(info.parameters for info in checkpoint.tensors.values())
-    needed = sum(weight.numel() for weight in weights.values())
     largest = max(weights, key=lambda name: weights[name].numel())
-    if needed > MOST_GROWTH * held:
-        raise BadInput(
-            f"{label}: describes {needed:,} parameters, {largest} {list(weights[largest].shape)} among them, "
-            f"but the files hold {held:,}; correct the config, or download both again"
-        )
+    detail = f"{largest} {list(weights[largest].shape)} among them, "
+    check_growth(checkpoint, sum(weight.numel() for weight in weights.values()), detail)
+
+
+def check_growth(checkpoint: Checkpoint, needed: int, detail: str = "") -> None:
+    """Reject a config that describes so many parameters, where the files hold far fewer."""
+    held = sum(info.parameters for info in checkpoint.tensors.values())
+    reject_if(
+        needed > MOST_GROWTH * held,
+        f"{checkpoint.files.label('config.json')}: describes {needed:,} parameters, {detail}but the files "
+        f"hold {held:,}; correct the config, or download both again",
+    )
 
 
 def check_finite(model: nn.Module, name: str) -> None:
     """Reject a model with NaN or Inf in its weights, naming the tensor on disk."""
     for weight_name, weight in model.named_parameters():
-        if weight.dtype not in (*HALF, torch.float32, torch.float64) or not weight.numel() or weight.is_meta:
-            continue  # quantised: its scales are checked; on meta: accelerate holds it elsewhere
-        if not torch.stack(weight.detach().aminmax()).isfinite().all():
-            raise BadInput(f"{stored_defect(name) or f'{name}: {weight_name}'} {DEFECT}")
+        if not is_finite(weight):
+            checkpoint = checked_checkpoint(name)
+            place = stored_defect(checkpoint, checkpoint.tensors) if checkpoint is not None else None
+            raise BadInput(f"{place or f'{name}: {weight_name}'} {DEFECT}")
 
 
-def stored_defect(name: str) -> str | None:
-    """Return file and name of the checkpoint's first tensor with NaN or Inf; None if none can be found."""
-    checkpoint = checked_checkpoint(name)
-    if checkpoint is None:
-        return None
-    for tensor, info in checkpoint.tensors.items():
+def is_finite(weight: Tensor) -> bool:
+    """Whether a weight has no NaN or Inf, as far as it can be checked."""
+    if weight.dtype not in (*HALF, torch.float32, torch.float64) or not weight.numel() or weight.is_meta:
+        return True  # quantised: its scales are checked; on meta: accelerate holds it elsewhere
+    return bool(torch.stack(weight.detach().aminmax()).isfinite().all())
+
+
+def stored_defect(checkpoint: Checkpoint, names: Iterable[str]) -> str | None:
+    """Return file and name of the first of these tensors with NaN or Inf; None if none can be found."""
+    for name in names:
         with suppress(BadInput):
-            if not checkpoint.read(tensor).isfinite().all():
-                return f"{info.file}: tensor {tensor}"
+            if not checkpoint.read(name).isfinite().all():
+                return f"{checkpoint.tensors[name].file}: tensor {name}"
     return None
 
 
@@ -291,7 +296,7 @@ def named_failures(traced: TracedModel) -> Iterator[None]:
         if isinstance(error, torch.OutOfMemoryError | MemoryError):
             remedy = "use a smaller --batch-size"
         raise BadInput(
-            f"{traced.name}: its forward pass fails in {place} ({cause(error)}); {remedy}"
+            f"{traced.name}: its forward pass fails in {place} ({reason(error)}); {remedy}"
         ) from None
 
 
@@ -306,33 +311,30 @@ def raised_in(model: nn.Module, error: Exception) -> str | None:
     return place if place != "" else type(model).__name__
 
 
-def needs_code(error: Exception) -> bool:
-    return "trust_remote_code" in str(error)
-
-
 def check_no_hub_code(name: str, config: Any) -> None:
     """Reject a config that names kernels of the hub: transformers would download and run them."""
     for key in ("_attn_implementation", "_experts_implementation"):
         for part in (config, config.get_text_config()):
-            if "/" in str(getattr(part, key, None)):
-                raise BadInput(f"{name}: config.json names code of the hub ({getattr(part, key)}); {TRUST}")
+            reject_if(
+                "/" in str(getattr(part, key, None)),
+                f"{name}: config.json names code of the hub ({getattr(part, key)}); {TRUST}",
+            )
 
 
 def load_tokenizer(path: str, more: dict[str, Any]) -> Any:
     """Return the model's tokenizer, or None where it has none."""
     from transformers import AutoTokenizer
 
-    with quiet_transformers():
-        try:
+    try:
+        with quiet_transformers():
             tokenizer = AutoTokenizer.from_pretrained(path, **more)
             # transformers makes an empty tokenizer where a folder holds none
             return tokenizer if tokenizer("a b c 1 2 3")["input_ids"] else None
-        except Exception as error:  # whatever transformers raises on a damaged file
-            if needs_code(error):
-                raise BadInput(f"the tokenizer {CODE_NEEDED}") from None
-            if any(os.path.exists(os.path.join(path, file)) for file in TOKENIZER_FILES):
-                raise BadInput(f"its tokenizer cannot be loaded ({cause(error)}); repair it") from None
-            return None
+    except Exception as error:  # whatever transformers raises on a damaged file
+        reject_if("trust_remote_code" in str(error), f"the tokenizer {CODE_NEEDED}")
+        has_files = any(os.path.exists(os.path.join(path, file)) for file in TOKENIZER_FILES)
+        reject_if(has_files, f"its tokenizer cannot be loaded ({reason(error)}); repair it")
+        return None
 
 
 def model_class(config: Any, trust_remote_code: bool = False) -> Any:
@@ -340,17 +342,11 @@ def model_class(config: Any, trust_remote_code: bool = False) -> Any:
 
     if trust_remote_code and "AutoModelForCausalLM" in (getattr(config, "auto_map", None) or ()):
         return auto.AutoModelForCausalLM
-    nested = [auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING] if hasattr(config, "text_config") else []
-    mappings = [
-        *nested,
-        auto.MODEL_FOR_CAUSAL_LM_MAPPING,
-        auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
-        auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING,
-        auto.MODEL_MAPPING,
-    ]
-    for mapping in mappings:
-        if type(config) in mapping:
-            return mapping[type(config)]
+    kinds = ("IMAGE_TEXT_TO_TEXT_", "CAUSAL_LM_", "IMAGE_TEXT_TO_TEXT_", "SEQ_TO_SEQ_CAUSAL_LM_")
+    names = [f"MODEL_FOR_{kind}MAPPING" for kind in kinds] + ["MODEL_MAPPING"]
+    for name in names if hasattr(config, "text_config") else names[1:]:
+        if type(config) in getattr(auto, name):
+            return getattr(auto, name)[type(config)]
     raise BadInput(f"model type {config.model_type!r}: transformers has no text model of it")
 
 
@@ -358,19 +354,12 @@ def runner_of(model: nn.Module) -> Any:
     """Return the smallest part of the model that holds all its MoE blocks: the stack without the head."""
     if hands_out_routing(model):
         return model
-    n_blocks = len(find_blocks(model))
+    experts = {block.experts for block in find_blocks(model)}
     candidates = [] if model.config.is_encoder_decoder else [getattr(model, "get_decoder", lambda: None)()]  # type: ignore[union-attr]
     for part in (*candidates, getattr(model, "base_model", None)):
-        if isinstance(part, nn.Module) and part is not model and count_experts_modules(part) == n_blocks:
+        if isinstance(part, nn.Module) and part is not model and experts <= set(part.modules()):
             return part
     return model
-
-
-def count_experts_modules(part: nn.Module) -> int:
-    return sum(
-        type(module).__name__.endswith("Experts") and hasattr(module, "num_experts")
-        for module in part.modules()
-    )
 
 
 def predicted_tokens(traced: TracedModel, output: Any, at: Integers) -> Integers:
@@ -378,15 +367,19 @@ def predicted_tokens(traced: TracedModel, output: Any, at: Integers) -> Integers
     where = torch.from_numpy(at).to(traced.device)
     logits = getattr(output, "logits", None)
     if isinstance(logits, Tensor):
-        return logits.reshape(-1, logits.shape[-1])[where].argmax(-1).cpu().numpy()
-    head = traced.model.get_output_embeddings() if hasattr(traced.model, "get_output_embeddings") else None
+        return logits.flatten(0, -2)[where].argmax(-1).cpu().numpy()
+    head = output_embeddings(traced.model)
     if head is None:
         return np.full(len(at), -1)
-    hidden = output.last_hidden_state
-    states = hidden.reshape(-1, hidden.shape[-1])[where]
+    states = output.last_hidden_state.flatten(0, -2)[where]
     # Scaling or capping logits does not change the largest.
     best = [head(part.to(head.weight.dtype)).argmax(-1) for part in states.split(HEAD_TOKENS)]
-    return torch.cat(best).cpu().numpy() if best else np.zeros(0, dtype=np.int64)
+    return torch.cat(best).cpu().numpy()
+
+
+def output_embeddings(model: Any) -> Any:
+    """Return the model's head; None for models without one."""
+    return model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
 
 
 @contextmanager
@@ -402,9 +395,3 @@ def quiet_transformers() -> Iterator[None]:
         logging.set_verbosity(level)
         if bars:
             logging.enable_progress_bar()
-
-
-def cause(error: BaseException) -> str:
-    """Return an error's kind and first lines, on one line."""
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return f"{type(error).__name__}: {' '.join(lines[:3])}".removesuffix(": ")[:200]

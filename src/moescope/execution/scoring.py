@@ -55,11 +55,14 @@ class Scoring:
         return scores_TE, scores_TE if same else self.selection(logits_TE)
 
     def words(self) -> str:
-        parts = [self.function]
-        parts += ["bias for choosing"] if self.bias_E is not None else []
-        if self.group_score:
-            parts.append(f"{self.groups[1]} of {self.groups[0]} groups by their {self.group_score}")
-        return ", ".join(parts if self.explains else [*parts, "choice not reproduced"])
+        groups = f"{self.groups[1]} of {self.groups[0]} groups by their {self.group_score}"
+        parts = {
+            self.function: True,
+            "bias for choosing": self.bias_E is not None,
+            groups: self.group_score,
+            "choice not reproduced": not self.explains,
+        }
+        return ", ".join(part for part, holds in parts.items() if holds)
 
 
 def find_scoring(
@@ -96,9 +99,7 @@ def find_scoring(
         for group_score in group_scores if groups[0] > groups[1] else ("",):
             scoring = Scoring(function, bias_E if with_bias else None, groups, group_score)
             if reproduced(scoring, logits_TE, chosen_TK, unit) >= AGREES:
-                error = 0.0
-                if len(gates_TK):
-                    error = gate_error(scoring.raw(logits_TE).gather(1, chosen_TK), gates_TK)
+                error = gate_error(scoring.raw(logits_TE).gather(1, chosen_TK), gates_TK)
                 missed = 1 - reproduced(scoring, logits_TE, chosen_TK, 0.0)
                 fits.append((error if error < GATES_FIT and not known else 1.0, missed, scoring))
     if fits:
@@ -127,8 +128,8 @@ def reproduced(scoring: Scoring, logits_TE: Tensor, chosen_TK: Tensor, unit: flo
 
 def gate_error(scores_TK: Tensor, gates_TK: Tensor) -> float:
     """Return the distance of the gates from the chosen scores, or of their ratios: the smaller one."""
-    errors = [(scores_TK - gates_TK).abs().mean().item()]
-    if gates_TK.shape[1] > 1:
-        ratios = [part / part.sum(-1, keepdim=True).clamp(min=1e-30) for part in (scores_TK, gates_TK)]
-        errors.append((ratios[0] - ratios[1]).abs().mean().item())
-    return min(errors)
+    if not len(gates_TK):
+        return 0.0
+    ratios = [part / part.sum(-1, keepdim=True).clamp(min=1e-30) for part in (scores_TK, gates_TK)]
+    pairs = ((scores_TK, gates_TK), ratios)[: gates_TK.shape[1]]  # the ratio of one gate is 1
+    return min((ours - theirs).abs().mean().item() for ours, theirs in pairs)

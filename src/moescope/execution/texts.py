@@ -6,10 +6,10 @@ Every source is read one document at a time; hub datasets are streamed and never
 from __future__ import annotations
 
 import atexit
+import codecs
 import gzip
 import hashlib
 import io
-import itertools
 import json
 import os
 import re
@@ -19,14 +19,15 @@ import tempfile
 import zlib
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from moescope.checkpoint.files import first_line
 from moescope.errors import BadInput
+from moescope.execution.failures import one_line, reject_if
 
 STDIN = "-"
 CHUNK = 2**20  # bytes, characters or token ids per document at most: longer ones are split
@@ -74,10 +75,8 @@ class Source:
         waiting = deque(sorted(self.parts, key=lambda part: hashlib.blake2b(os.fsencode(part.name)).digest()))
         opened: deque[Iterator[Content]] = deque()
         while waiting or opened:
-            if waiting and len(opened) < OPEN_FILES:
-                reader = waiting.popleft().read()
-            else:
-                reader = opened.popleft()
+            from_waiting = waiting and len(opened) < OPEN_FILES
+            reader = waiting.popleft().read() if from_waiting else opened.popleft()
             for content in reader:
                 yield content
                 opened.append(reader)
@@ -100,15 +99,14 @@ def sources(text: Iterable[str | Path], domain: Iterable[str], token_ids: str | 
     texts, domains = list(text), list(domain)
     options = {"--text": texts, "--domain": domains, "--token-ids": token_ids}
     used = [name for name, value in options.items() if value]
-    if len(used) != 1:
-        raise BadInput(
-            f"{' and '.join(used) or 'no text'} given; give one of --text PATH, --domain NAME=PATH or "
-            "--token-ids FILE"
-        )
+    reject_if(
+        len(used) != 1,
+        f"{' and '.join(used) or 'no text'} given; give one of --text PATH, --domain NAME=PATH or "
+        "--token-ids FILE",
+    )
     if token_ids:
         file = existing(str(token_ids))
-        if file.is_dir():
-            raise BadInput(f"{file}: a folder; give one file of token ids, .npy or .jsonl")
+        reject_if(file.is_dir(), f"{file}: a folder; give one file of token ids, .npy or .jsonl")
         part = Part(file.name, partial(read_ids, file))
         return [Source("text", [part], [file_identity(file)])]
     if texts:
@@ -117,13 +115,14 @@ def sources(text: Iterable[str | Path], domain: Iterable[str], token_ids: str | 
     for item in domains:
         name, equals, path = str(item).partition("=")
         name = name.strip()
-        if not equals or not name or not path:
-            raise BadInput(f"domain {item!r}: write it as NAME=PATH, such as code=src")
-        if len(name) > LONGEST_NAME or not name.isprintable():
-            raise BadInput(
-                f"domain {name[:LONGEST_NAME]!r}: its name has {len(name)} characters; give at most "
-                f"{LONGEST_NAME}, all printable"
-            )
+        reject_if(
+            not equals or not name or not path, f"domain {item!r}: write it as NAME=PATH, such as code=src"
+        )
+        reject_if(
+            len(name) > LONGEST_NAME or not name.isprintable(),
+            f"domain {name[:LONGEST_NAME]!r}: its name has {len(name)} characters; give at most "
+            f"{LONGEST_NAME}, all printable",
+        )
         by_name.setdefault(name, []).append(path)
     return [text_source(name, paths) for name, paths in by_name.items()]
 
@@ -134,12 +133,11 @@ def text_source(domain: str, paths: list[str]) -> Source:
     for path in dict.fromkeys(paths):
         if path == STDIN:
             copy, digest = copy_stdin()
-            parts.append(Part(path, partial(read_copy, copy)))
+            parts.append(Part(path, partial(read_file, Path(copy.name), "standard input")))
             identity.append(digest)
         elif is_hub_text(path):
-            dataset = find_hub_text(path)
-            parts.append(Part(dataset.address, dataset.read))
-            identity.append([dataset.address])
+            parts.append(find_hub_text(path))
+            identity.append([parts[-1].name])
         else:
             root = existing(path)
             for file in text_files(root):
@@ -161,43 +159,27 @@ def copy_stdin() -> tuple[Any, str]:
     copy = tempfile.NamedTemporaryFile(prefix="moescope-text-")  # noqa: SIM115 (closed at exit)
     atexit.register(copy.close)
     digest = hashlib.blake2b(digest_size=16)
-    try:
+    with one_line(f"standard input: cannot be copied to {copy.name}", "give a file", OSError):
         while piece := sys.stdin.buffer.read(CHUNK):
             copy.write(piece)
             digest.update(piece)
         copy.flush()
-    except OSError as error:
-        raise BadInput(f"standard input: cannot be copied to {copy.name} ({error}); give a file") from None
     return copy, digest.hexdigest()
-
-
-def read_copy(copy: Any) -> Iterator[Content]:
-    with open(copy.name, "rb") as opened:
-        yield from read_pieces(opened, "standard input")
 
 
 def existing(path: str) -> Path:
     """Return the path if it is a folder or a regular file: reading a pipe or a device may never end."""
-    try:
+    kinds = f"give a text file, a folder, a .jsonl file, {HUB_SPELLING}, or - for standard input"
+    with one_line(f"{path[:100]}: its name is not UTF-8", "rename it", UnicodeEncodeError):
         path.encode()  # run.json and the report are UTF-8
-        mode = os.stat(path).st_mode
-    except UnicodeEncodeError:
-        raise BadInput(f"{path[:100]}: its name is not UTF-8; rename it") from None
-    except FileNotFoundError:
-        raise BadInput(
-            f"{path or repr(path)}: no such file or folder; give a text file, a folder, a .jsonl file, "
-            f"{HUB_SPELLING}, or - for standard input"
-        ) from None
-    except (OSError, ValueError) as error:  # a name that is too long or holds a zero byte
-        raise BadInput(f"{path[:100]}: cannot be read ({reason(error)}); give another path") from None
-    if not stat.S_ISREG(mode) and not stat.S_ISDIR(mode):
-        raise BadInput(f"{path}: a pipe or device; give a file or folder, or - for standard input")
+    # a name can be too long or hold a zero byte
+    with one_line(f"{path[:100]}: cannot be read", kinds, (OSError, ValueError)):
+        try:
+            mode = os.stat(path).st_mode
+        except FileNotFoundError:
+            raise BadInput(f"{path or repr(path)}: no such file or folder; {kinds}") from None
+    reject_if(not stat.S_ISREG(mode) and not stat.S_ISDIR(mode), f"{path}: a pipe or device; {kinds}")
     return Path(path)
-
-
-def reason(error: Exception) -> str:
-    """Return the error without its path."""
-    return (isinstance(error, OSError) and error.strerror) or first_line(error)[:100]
 
 
 def file_identity(file: Path) -> list[Any]:
@@ -215,27 +197,22 @@ def text_files(path: Path) -> list[Path]:
         if not any(part.startswith(".") or part == "__pycache__" for part in file.relative_to(path).parts)
         and is_text(file)
     ]
-    if not files:
-        raise BadInput(f"{path}: no text files in this folder; give another one")
+    reject_if(not files, f"{path}: no text files in this folder; give another one")
     return files
 
 
 def is_text(file: Path) -> bool:
-    if file.suffix == ".gz":
-        return True
     with readable(file), file.open("rb") as opened:
-        return b"\0" not in opened.read(4096)
+        return file.suffix == ".gz" or b"\0" not in opened.read(4096)
 
 
-@contextmanager
-def readable(file: Path) -> Iterator[None]:
-    try:
-        yield
-    except (OSError, EOFError, zlib.error) as error:
-        raise BadInput(f"{file}: cannot be read ({reason(error)}); check the file, or remove it") from None
+def readable(file: Path) -> AbstractContextManager[None]:
+    return one_line(
+        f"{file}: cannot be read", "check the file, or remove it", (OSError, EOFError, zlib.error)
+    )
 
 
-def read_file(file: Path) -> Iterator[Content]:
+def read_file(file: Path, name: str = "") -> Iterator[Content]:
     """Yield the file's documents: each line of a .jsonl file, pieces of at most a megabyte of another one.
 
     A line is a string, or holds its text under "text" or "content", or a chat under "messages".
@@ -246,18 +223,15 @@ def read_file(file: Path) -> Iterator[Content]:
             for where, line in lines(opened, file):
                 yield from split_content(line_content(decoded(line, where), where), where)
         else:
-            yield from read_pieces(opened, str(file))
+            yield from read_pieces(opened, name or str(file))
 
 
 def lines(opened: Any, file: Path) -> Iterator[tuple[str, bytes]]:
     """Yield (where, line) for every line that is not blank."""
-    for number in itertools.count(1):
-        line = opened.readline(LONGEST_LINE + 1)
+    for number, line in enumerate(iter(partial(opened.readline, LONGEST_LINE + 1), b""), start=1):
         where = f"{file}, line {number}"
         if len(line) > LONGEST_LINE:
             raise BadInput(f"{where}: over {LONGEST_LINE // 2**20} MiB; split it into shorter documents")
-        if not line:
-            return
         if line.strip():
             yield where, line
 
@@ -265,23 +239,15 @@ def lines(opened: Any, file: Path) -> Iterator[tuple[str, bytes]]:
 def read_pieces(opened: Any, where: str) -> Iterator[str]:
     """Yield the text in pieces of about a megabyte, cut at the end of a line or else between characters."""
     waiting, start = b"", 0
-    while True:
-        read = opened.read(CHUNK)
+    while read := opened.read(CHUNK):
         waiting += read
-        if not waiting:
-            return
-        end = waiting.rfind(b"\n") + 1 or characters_end(waiting) if len(read) == CHUNK else len(waiting)
+        # of the bytes of a character that is not complete, none are consumed
+        end = waiting.rfind(b"\n") + 1 or codecs.utf_8_decode(waiting, "ignore")[1]
+        end = end if len(read) == CHUNK else len(waiting)
         yield decoded(waiting[:end], where, start)
         waiting, start = waiting[end:], start + end
-
-
-def characters_end(content: bytes) -> int:
-    """Return where the last complete UTF-8 character of the bytes ends."""
-    for back, byte in enumerate(reversed(content[-4:]), start=1):
-        if byte & 0xC0 != 0x80:  # the first byte of a character tells its length
-            length = 1 + (byte >= 0xC0) + (byte >= 0xE0) + (byte >= 0xF0)
-            return len(content) - back if back < length else len(content)
-    return len(content)
+    if waiting:
+        yield decoded(waiting, where, start)
 
 
 def split_content(content: Content, where: str) -> Iterator[Content]:
@@ -320,19 +286,18 @@ def decoded(content: bytes, where: str, start: int = 0) -> str:
 
 
 def line_content(line: str, where: str) -> Content:
-    try:
+    remedy = 'each line must be an object like {"text": "..."}'
+    with one_line(f"{where}: not valid JSON", remedy, (ValueError, RecursionError)):
         value = json.loads(line)
         if "\\ud" in line.lower():  # no tokenizer accepts half of a surrogate pair
             value = json.loads(json.dumps(value, ensure_ascii=False).encode(errors="replace"))
-    except (ValueError, RecursionError):
-        raise BadInput(f"{where}: not valid JSON; each line must be an object with a text") from None
     if isinstance(value, str):
-        return value
-    for key in TEXT_FIELDS if isinstance(value, dict) else ():
-        if isinstance(value.get(key), str | list):
-            content: Content = value[key]
-            return content
-    raise BadInput(f'{where}: no "text" in it; each line must be an object like {{"text": "..."}}')
+        value = {"text": value}
+    fields = [value.get(key) for key in TEXT_FIELDS] if isinstance(value, dict) else []
+    content = next((field for field in fields if isinstance(field, str | list)), None)
+    if content is None:
+        raise BadInput(f'{where}: no "text" in it; {remedy}')
+    return content
 
 
 def read_ids(file: Path) -> Iterator[Content]:
@@ -345,16 +310,15 @@ def read_ids(file: Path) -> Iterator[Content]:
         return
     with readable(file), open_bytes(file) as opened:
         for where, line in lines(opened, file):
-            try:
+            value: Any = None
+            with suppress(ValueError, RecursionError):
                 value = json.loads(line)
-            except (ValueError, RecursionError):
-                value = None
             if isinstance(value, dict):
                 value = value.get("input_ids", value.get("ids"))
-            if not is_ids(value):
-                raise BadInput(
-                    f"{where}: not a list of token ids; write one list per line, such as [1, 2, 3]"
-                )
+            reject_if(
+                not is_ids(value),
+                f"{where}: not a list of token ids; write one list per line, such as [1, 2, 3]",
+            )
             yield from split_content(value, where)
 
 
@@ -363,23 +327,22 @@ def open_array(file: Path) -> Any:
     import numpy as np
 
     remedy = "give whole numbers, one document or one per row"
-    try:
+    with one_line(f"{file}: no .npy array of numbers", f"{remedy}, written with numpy.save"):
         array = np.lib.format.open_memmap(file, mode="r")
-    except Exception as error:  # a damaged header can raise anything
-        if "objects" in str(error):
-            raise BadInput(f"{file}: an array of Python objects; {remedy}, or lists in .jsonl") from None
-        raise BadInput(f"{file}: not a .npy array ({reason(error)}); write one with numpy.save") from None
-    if array.ndim not in (1, 2) or not np.issubdtype(array.dtype, np.integer):
-        raise BadInput(f"{file}: shape {list(array.shape)} of {array.dtype}; {remedy}")
+    reject_if(
+        array.ndim not in (1, 2) or not np.issubdtype(array.dtype, np.integer),
+        f"{file}: shape {list(array.shape)} of {array.dtype}; {remedy}",
+    )
     return array
 
 
 def check_range(ids: list[int], where: str) -> list[int]:
     """Reject ids that no vocabulary has; the model's own is checked where it is known."""
-    if ids and (worst := max(max(ids), -min(ids))) >= 2**31:
-        raise BadInput(
-            f"{where}: token id {worst}: beyond every vocabulary; give ids of the model's tokenizer"
-        )
+    worst = max(max(ids), -min(ids)) if ids else 0
+    reject_if(
+        worst >= 2**31,
+        f"{where}: token id {worst}: beyond every vocabulary; give ids of the model's tokenizer",
+    )
     return ids
 
 
@@ -394,57 +357,43 @@ def check_not_empty(reading: list[Source]) -> None:
 # --- hub datasets
 
 
-@dataclass(frozen=True)
-class HubText:
-    """One column of one split of a dataset, at one commit."""
-
-    name: str  # as the user wrote it
-    repository: str
-    commit: str
-    config: str
-    split: str
-    column: str
-
-    @property
-    def address(self) -> str:
-        """The complete address, which names the same rows at any time."""
-        return f"{HUB_PREFIX}{self.repository}@{self.commit}/{self.config}:{self.split}#{self.column}"
-
-    def read(self) -> Iterator[Content]:
-        """Yield every row's text or messages; empty rows are skipped."""
-        with one_line_errors(self.name):
-            for row in stream(self.repository, self.config, self.commit)[self.split]:
-                content = row[self.column]
-                if isinstance(content, str | list) and content:
-                    yield from split_content(content, self.name)
-
-
 def is_hub_text(path: str) -> bool:
     return path.startswith("hf://")
 
 
-def find_hub_text(address: str) -> HubText:
-    """Resolve an address; an error names what is missing: dataset, revision, config, split or column."""
+def read_rows(address: str, rows: Iterable[dict[str, Any]], column: str) -> Iterator[Content]:
+    """Yield every row's text or messages; empty rows are skipped."""
+    with readable_dataset(address):
+        for content in (row[column] for row in rows):
+            if isinstance(content, str | list) and content:
+                yield from split_content(content, address)
+
+
+def find_hub_text(address: str) -> Part:
+    """Resolve an address; an error names what is missing: dataset, revision, config, split or column.
+
+    The part's name is the complete address, which names the same rows at any time.
+    """
     match = HUB_ADDRESS.fullmatch(address.rstrip("/"))
     if match is None:
         raise BadInput(f"{address}: not a dataset of the hub; write {HUB_SPELLING}")
-    try:
-        import datasets  # noqa: F401
-    except ImportError:
-        raise BadInput(
-            f"{address}: the package datasets is not installed; install moescope with its extra: "
-            "pip install 'moescope[hf]'"
-        ) from None
+    extra = "install moescope with its extra: pip install 'moescope[hf]'"
+    reject_if(find_spec("datasets") is None, f"{address}: the package datasets is not installed; {extra}")
+    import datasets
+
     repository = f"{match['owner']}/{match['name']}"
     commit = dataset_commit(address, repository, match["revision"])
-    with one_line_errors(address):
-        config = choose_config(address, repository, commit, match["config"])
-        splits = stream(repository, config, commit)
+    with readable_dataset(address):
+        names = datasets.get_dataset_config_names(repository, revision=commit)
+        default = datasets.get_dataset_default_config_name(repository, revision=commit)
+        config = choose(address, "config", "/CONFIG", names, match["config"], default)
+        splits = datasets.load_dataset(repository, config, revision=commit, streaming=True)
         split = choose_split(address, list(splits), match["split"])
-        first = next(iter(splits[split].take(1)), None)
-    if first is None:
-        raise BadInput(f"{address}: split {split} has no row; name another one with :SPLIT")
-    return HubText(address, repository, commit, config, split, choose_column(address, first, match["column"]))
+        row: dict[str, Any] = next(iter(splits[split].take(1)), {})
+    reject_if(not row, f"{address}: split {split} has no row; name another one with :SPLIT")
+    column = choose_column(address, row, match["column"])
+    complete = f"{HUB_PREFIX}{repository}@{commit}/{config}:{split}#{column}"
+    return Part(complete, partial(read_rows, address, splits[split], column))
 
 
 def dataset_commit(address: str, repository: str, revision: str | None) -> str:
@@ -452,67 +401,49 @@ def dataset_commit(address: str, repository: str, revision: str | None) -> str:
     from huggingface_hub import HfApi
     from huggingface_hub import errors as hub
 
-    try:
-        return str(HfApi().dataset_info(repository, revision=revision).sha)
-    except hub.RevisionNotFoundError:
-        raise BadInput(f"{address}: the hub has no revision {revision} of it; check its name") from None
-    except hub.GatedRepoError:
-        raise BadInput(f"{address}: request access on the hub first; then `hf auth login`") from None
-    except (hub.RepositoryNotFoundError, hub.HFValidationError):
-        raise BadInput(
-            f"{address}: the hub has no such dataset, or it is private; check the name, or `hf auth login`"
-        ) from None
-    except Exception as error:  # no network, a proxy, a time-out: each HTTP library has its own
-        raise BadInput(
-            f"{address}: the hub cannot be reached ({first_line(error)[:120]}); download the text "
-            "elsewhere and give its file"
-        ) from None
+    absent = "the hub has no such dataset, or it is private; check the name, or `hf auth login`"
+    causes: dict[type[Exception], str] = {  # a gated repository is one that is not found, too
+        hub.RevisionNotFoundError: f"the hub has no revision {revision} of it; check its name",
+        hub.GatedRepoError: "request access on the hub first; then `hf auth login`",
+        hub.RepositoryNotFoundError: absent,
+        hub.HFValidationError: absent,
+    }
+    # no network, a proxy, a time-out: each HTTP library has its own error
+    with one_line(f"{address}: the hub cannot be reached", "download the text elsewhere and give its file"):
+        try:
+            return str(HfApi().dataset_info(repository, revision=revision).sha)
+        except tuple(causes) as error:
+            cause = next(text for kind, text in causes.items() if isinstance(error, kind))
+            raise BadInput(f"{address}: {cause}") from None
 
 
-def choose_config(address: str, repository: str, commit: str, wanted: str | None) -> str:
-    import datasets
-
-    with without_bars():
-        known = datasets.get_dataset_config_names(repository, revision=commit)
-        default = datasets.get_dataset_default_config_name(repository, revision=commit)
-    config = wanted or default
-    if config is None:
-        raise BadInput(f"{address}: has several configs; name one as /CONFIG: {listed(known)}")
-    if config not in known:
-        raise BadInput(f"{address}: no config {config!r} in it; known: {listed(known)}")
-    return str(config)
+def choose(
+    address: str, kind: str, spelling: str, known: Iterable[str], wanted: str | None, default: str | None
+) -> str:
+    """Return the requested config, split or column, or the default one."""
+    name, known = wanted or default or "", list(known)
+    reject_if(not name, f"{address}: has several {kind}s; name one as {spelling}: {listed(known)}")
+    reject_if(name not in known, f"{address}: no {kind} {name!r} in it; known: {listed(known)}")
+    return name
 
 
 def choose_split(address: str, known: list[str], wanted: str | None) -> str:
     """Return the requested split; by default the training split, or the only one."""
-    split = wanted or ("train" if "train" in known else known[0] if len(known) == 1 else None)
-    if split is None:
-        raise BadInput(f"{address}: has several splits; name one as :SPLIT: {listed(known)}")
-    if split not in known:
-        raise BadInput(f"{address}: no split {split!r} in it; known: {listed(known)}")
-    return split
+    default = "train" if "train" in known else known[0] if len(known) == 1 else None
+    return choose(address, "split", ":SPLIT", known, wanted, default)
 
 
 def choose_column(address: str, row: dict[str, Any], wanted: str | None) -> str:
     """Return the requested column; by default text, content or messages. It must hold text or a chat."""
-    column = wanted or next((name for name in TEXT_FIELDS if name in row and holds_text(row[name])), None)
-    if column is None:
-        raise BadInput(
-            f"{address}: no column text, content or messages in it; name one as #COLUMN: {listed(row)}"
-        )
-    if column not in row:
-        raise BadInput(f"{address}: no column {column!r} in it; known: {listed(row)}")
-    if not holds_text(row[column]):
-        kind = type(row[column]).__name__
-        raise BadInput(
-            f"{address}: column {column!r} holds no text ({kind}); name another one as #COLUMN: {listed(row)}"
-        )
+    # text, messages, token ids, or empty as the first row may be
+    readable = [name for name, value in row.items() if value is None or isinstance(value, str | list)]
+    default = next((name for name in TEXT_FIELDS if name in readable), None)
+    known = f"name one as #COLUMN: {listed(row)}"
+    reject_if(not (wanted or default), f"{address}: no column text, content or messages in it; {known}")
+    column = choose(address, "column", "#COLUMN", row, wanted, default)
+    kind = type(row[column]).__name__
+    reject_if(column not in readable, f"{address}: column {column!r} holds no text ({kind}); {known}")
     return column
-
-
-def holds_text(value: Any) -> bool:
-    """Whether a value is text, messages, token ids, or empty as the first row may be."""
-    return value is None or isinstance(value, str | list)
 
 
 def listed(names: Iterable[str]) -> str:
@@ -521,36 +452,18 @@ def listed(names: Iterable[str]) -> str:
     return ", ".join(words[:20]) + (f" and {len(words) - 20} more" if len(words) > 20 else "")
 
 
-def stream(repository: str, config: str, commit: str) -> Any:
-    """Return split -> its rows, read on demand."""
-    import datasets
-
-    with without_bars():
-        return datasets.load_dataset(repository, config, revision=commit, streaming=True)
-
-
 @contextmanager
-def without_bars() -> Iterator[None]:
-    """Disable the library's progress bars; moescope has its own."""
+def readable_dataset(address: str) -> Iterator[None]:
+    """Turn whatever the library raises (its own, HTTP and file format errors) into one line.
+
+    Its progress bars are disabled meanwhile; moescope has its own.
+    """
     from datasets.utils import are_progress_bars_disabled, disable_progress_bars, enable_progress_bars
 
-    before = are_progress_bars_disabled()
+    restore = (lambda: None) if are_progress_bars_disabled() else enable_progress_bars
     disable_progress_bars()
     try:
-        yield
+        with one_line(f"{address}: cannot be read", "check the dataset, or give a file"):
+            yield
     finally:
-        if not before:
-            enable_progress_bars()
-
-
-@contextmanager
-def one_line_errors(address: str) -> Iterator[None]:
-    """Turn whatever the library raises (its own, HTTP and file format errors) into one line."""
-    try:
-        yield
-    except (BadInput, KeyboardInterrupt, GeneratorExit):
-        raise
-    except Exception as error:
-        raise BadInput(
-            f"{address}: cannot be read ({first_line(error)[:200]}); check the dataset, or give a file"
-        ) from None
+        restore()

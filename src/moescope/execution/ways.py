@@ -6,16 +6,19 @@ import re
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field, replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Literal
 
 from moescope.checkpoint import Checkpoint
 from moescope.errors import BadInput
+from moescope.execution.failures import reject_if
 from moescope.families.reading import text_config
 from moescope.progress import duration
 from moescope.run import STREAMED, RunWriter
+from moescope.storage import check_inside
 
 Way = Literal["auto", "resident", "sharded", "streamed"]
 USABLE = 0.8  # share of the free memory that a run may take without --memory
@@ -66,29 +69,21 @@ class Execution:
     @classmethod
     def of_run(cls, writer: RunWriter, way: Way, memory: int | None, quiet: bool) -> Execution:
         """Return the execution of a run that is being written: run.json holds what is expected of it."""
-        announced = list(writer.info.get("execution", ()))
         folder = writer.path / STREAMED
-        return cls(
-            way,
-            memory,
-            folder,
-            quiet,
-            lambda expected: writer.save_info(execution=expected),
-            announced=announced,
-        )
+        check_inside(folder / "states", writer.path)
+        how = cls(way, memory, folder, quiet, lambda expected: writer.save_info(execution=expected))
+        return replace(how, announced=list(writer.info.get("execution", ())))
 
     @property
     def limit(self) -> int:
         """Bytes of host memory that the run may take."""
-        return self.memory if self.memory is not None else int(USABLE * free_memory())
+        return self.memory if self.memory is not None else int(USABLE * available_memory())
 
     def announce(self, expected: Expected) -> None:
         """Print what is expected, and store it in run.json."""
         same = (expected.model, expected.workers)
-        self.announced = [
-            entry for entry in self.announced if (entry["model"], entry.get("workers", 1)) != same
-        ]
-        self.announced.append(asdict(expected))
+        others = [entry for entry in self.announced if (entry["model"], entry.get("workers", 1)) != same]
+        self.announced = [*others, asdict(expected)]
         if not self.quiet:
             print(expected.line(), file=sys.stderr)
         self.save(self.announced)
@@ -110,21 +105,18 @@ def parse_size(option: str, value: str | int | None) -> int | None:
 
 
 def size(count: float) -> str:
-    for unit, scale in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6)):
-        if count >= scale:
-            return f"{count / scale:.3g} {unit}"
-    return f"{count / 1e3:.3g} kB"
+    units = (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3))
+    unit, scale = next((known for known in units if count >= known[1]), units[-1])
+    return f"{count / scale:.3g} {unit}"
 
 
 # --- what there is
 
 
-def free_memory() -> int:
+def available_memory() -> int:
     """Return the host memory that is free, within the limit of the control group if there is one."""
-    free = [2**62]
-    for line in read_lines("/proc/meminfo"):
-        if line.startswith("MemAvailable:"):
-            free.append(int(line.split()[1]) * 1024)
+    available = (line for line in read_lines("/proc/meminfo") if line.startswith("MemAvailable:"))
+    free = [2**62, *(int(line.split()[1]) * 1024 for line in available)]
     most, used = (read_lines(f"/sys/fs/cgroup/memory.{name}") for name in ("max", "current"))
     if most and used and most[0].isdigit():
         free.append(max(int(most[0]) - int(used[0]), 0))
@@ -132,10 +124,9 @@ def free_memory() -> int:
 
 
 def read_lines(file: str) -> list[str]:
-    try:
+    with suppress(OSError):
         return Path(file).read_text().splitlines()
-    except OSError:
-        return []
+    return []
 
 
 def free_on_devices(device: str) -> list[int]:
@@ -145,8 +136,8 @@ def free_on_devices(device: str) -> list[int]:
     import torch
 
     first = torch.device(device).index or 0
-    rest = [at for at in range(torch.cuda.device_count()) if at != first]
-    return [torch.cuda.mem_get_info(at)[0] for at in (first, *rest)]
+    indices = sorted(range(torch.cuda.device_count()), key=lambda at: at != first)
+    return [torch.cuda.mem_get_info(at)[0] for at in indices]
 
 
 # --- the choice
@@ -154,14 +145,12 @@ def free_on_devices(device: str) -> list[int]:
 
 def weight_bytes(checkpoint: Checkpoint, dtype: str, device: str) -> int:
     """Return the size of the model in memory; quantised weights stay packed on a GPU only."""
-    if checkpoint.packed and device.startswith("cuda"):
-        return checkpoint.bytes()
     config = text_config(checkpoint.config)
-    known = config.get("dtype") or config.get("torch_dtype") if dtype == "auto" else dtype
-    parameters = sum(info.parameters for info in checkpoint.tensors.values())
-    if str(known) in ITEM_BYTES or checkpoint.packed:
-        return parameters * ITEM_BYTES.get(str(known), 2)
-    return checkpoint.bytes()
+    known = str(config.get("dtype") or config.get("torch_dtype") if dtype == "auto" else dtype)
+    as_stored = device.startswith("cuda") if checkpoint.packed else known not in ITEM_BYTES
+    if as_stored:
+        return checkpoint.bytes()
+    return sum(info.parameters for info in checkpoint.tensors.values()) * ITEM_BYTES.get(known, 2)
 
 
 def choose_way(checkpoint: Checkpoint | None, dtype: str, device: str, how: Execution) -> str:
@@ -177,19 +166,13 @@ def choose_way(checkpoint: Checkpoint | None, dtype: str, device: str, how: Exec
     return "streamed"
 
 
-def expect_whole(name: str, way: str, checkpoint: Checkpoint | None, dtype: str, device: str) -> Expected:
-    """Return what a model that is loaded whole takes."""
-    memory = None if checkpoint is None else int(SLACK * weight_bytes(checkpoint, dtype, device))
-    return Expected(name, way, memory)
-
-
 def sharded_placement(name: str, device: str, limit: int) -> dict[str, Any]:
     """Return how accelerate is to place a model: over all GPUs, then in host memory."""
-    if find_spec("accelerate") is None:
-        raise BadInput(
-            f"{name}: --execution sharded needs accelerate; install moescope with its extra: "
-            "pip install 'moescope[hf]'"
-        )
+    reject_if(
+        find_spec("accelerate") is None,
+        f"{name}: --execution sharded needs accelerate; install moescope with its extra: "
+        "pip install 'moescope[hf]'",
+    )
     most: dict[Any, int] = {"cpu": limit}
     if devices := free_on_devices(device):
         most |= dict(enumerate(int(free / SLACK) for free in devices))

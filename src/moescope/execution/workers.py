@@ -2,24 +2,70 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, TypeVar, cast
+
+import numpy as np
 
 from moescope.engine import RayEngine, Tick, open_engine
 from moescope.execution.documents import Window
 from moescope.execution.lab_models import expect_run, load_any_model
 from moescope.execution.models import TracedModel
-from moescope.execution.shares import Part, split_shares
 from moescope.execution.ways import Execution, Expected, Way
 from moescope.storage import remove, remove_empty
 
 TOKENS_PER_TICK = 256
 
+Found = TypeVar("Found")
+
+
+@dataclass(frozen=True)
+class Part:
+    """Consecutive batches of a run, for one worker."""
+
+    number: int
+    batches: list[list[Window]]
+
+    @property
+    def tokens(self) -> int:
+        """Tokens without padding."""
+        return sum(len(window.ids) for rows in self.batches for window in rows)
+
+    @property
+    def padded(self) -> int:
+        return sum(padded_tokens(rows) for rows in self.batches)
+
+
 PartWork = Callable[[TracedModel, Part, Callable[[int], None]], Any]
+
+
+def padded_tokens(rows: Sequence[Window]) -> int:
+    return len(rows) * max(len(window.ids) for window in rows)
+
+
+def split(batches: list[list[Window]], parts: int) -> list[Part]:
+    """Return at most that many parts, none of them empty, with about as many tokens each."""
+    parts = min(parts, len(batches))
+    ends = np.cumsum([padded_tokens(rows) for rows in batches])
+    cuts = [0, *np.searchsorted(ends, ends[-1] * np.arange(1, parts) / parts).tolist(), len(batches)]
+    for number in range(1, parts):  # a part has a batch at least, and so have those after it
+        cuts[number] = min(max(cuts[number], cuts[number - 1] + 1), len(batches) - parts + number)
+    return [Part(number, batches[cuts[number] : cuts[number + 1]]) for number in range(parts)]
+
+
+def in_order(parts: Iterable[tuple[Part, Found]]) -> Iterator[Found]:
+    """Yield what was found in each part in the order of the text, as soon as all before it is there."""
+    waiting: dict[int, Found] = {}
+    joined = 0
+    for part, found in parts:
+        waiting[part.number] = found
+        while joined in waiting:
+            yield waiting.pop(joined)
+            joined += 1
 
 
 @dataclass(frozen=True)
@@ -47,11 +93,8 @@ class OpenWorkers:
     device: str
     jobs: int | None
 
-    @contextmanager
-    def open(self) -> Iterator[RayEngine]:
-        with open_engine("ray", self.address, self.device) as engine:
-            assert isinstance(engine, RayEngine)
-            yield engine
+    def open(self) -> AbstractContextManager[RayEngine]:
+        return cast(AbstractContextManager[RayEngine], open_engine("ray", self.address, self.device))
 
 
 @dataclass(frozen=True)
@@ -71,7 +114,7 @@ class Workers:
         One worker first says which way fits it and what that takes; then all run in that way.
         """
         how, name = self.execution, self.request.name
-        parts = split_shares(in_batches, self.jobs or self.engine.slots)
+        parts = split(in_batches, self.jobs or self.engine.slots)
         request = replace(self.request, name=self.request.location, device=self.engine.device)
         folder = None if how.folder is None else how.folder.resolve()
         asked = Execution(how.way, how.memory, folder)
@@ -94,8 +137,8 @@ class Workers:
                 show(part, tokens[part.number])
                 bytes_read += count
                 yield part, found
-            if folder is not None and folder.exists():
-                remove(folder)  # what another attempt with other parts has left
+            if folder is not None:
+                remove(folder, folder.parent)  # what another attempt with other parts has left
         finally:
             remove_empty([] if folder is None else [folder])
         if expected.way == "streamed":
@@ -116,14 +159,13 @@ def run_part(
     """Load the model and run a part; return what was found, and the bytes that a streamed run has read."""
     how = replace(how, folder=None if how.folder is None else how.folder / f"part-{part.number}")
     traced = load_any_model(**asdict(request), execution=how)
-    waiting = 0
+    done = 0
 
     def advance(tokens: int) -> None:
-        nonlocal waiting
-        waiting += tokens
-        while waiting >= TOKENS_PER_TICK:
-            waiting -= TOKENS_PER_TICK
+        nonlocal done
+        for _ in range((done + tokens) // TOKENS_PER_TICK - done // TOKENS_PER_TICK):
             tick()
+        done += tokens
 
     found = work(traced, part, advance)
     return found, sum(entry.get("bytes_read", 0) for entry in how.announced)

@@ -1,7 +1,5 @@
 """Disk layouts of MoE checkpoints: one file each, and the list of them."""
 
-from __future__ import annotations
-
 import re
 
 from moescope.checkpoint import Checkpoint
@@ -11,15 +9,7 @@ from moescope.families.feed_forward import FEED_FORWARD
 from moescope.families.gpt_oss import GPT_OSS
 from moescope.families.granite import GRANITE, GRANITE_FUSED
 from moescope.families.hunyuan import HUNYUAN
-from moescope.families.lab import (
-    LAB,
-    LAB_GELU,
-    LAB_KEYS,
-    LAB_LINEAR,
-    LAB_LINEAR_GELU,
-    LAB_ROWLESS,
-    LAB_ROWLESS_GELU,
-)
+from moescope.families.lab import LABS
 from moescope.families.layout import Family, Model
 from moescope.families.lfm2 import LFM2
 from moescope.families.mixtral import MIXTRAL
@@ -27,23 +17,14 @@ from moescope.families.mlp_experts import MLP_EXPERTS
 from moescope.families.mlp_router import MLP_ROUTER
 from moescope.families.nllb import NLLB
 from moescope.families.reading import MoeCheckpoint, find_layers, fits, known_kind, read_layout
-from moescope.families.replaced import (
-    REPLACED,
-    REPLACED_GELU,
-    REPLACED_KEYS,
-    REPLACED_KEYS_GELU,
-    REPLACED_ROWLESS,
-    REPLACED_ROWLESS_GELU,
-)
+from moescope.families.replaced import ALL_REPLACED
 from moescope.families.router_gate import ROUTER_GATE
 from moescope.families.switch import SWITCH
 
 # The first layout that fits is used: GPT_OSS requires more tensors than MLP_ROUTER.
 FAMILIES: list[Family] = [
     MIXTRAL, MLP_EXPERTS, GPT_OSS, MLP_ROUTER, ROUTER_GATE, HUNYUAN, FEED_FORWARD, LFM2, DBRX, GRANITE,
-    GRANITE_FUSED, NLLB, SWITCH, LAB, LAB_GELU, LAB_KEYS, LAB_LINEAR, LAB_LINEAR_GELU, LAB_ROWLESS,
-    LAB_ROWLESS_GELU, REPLACED, REPLACED_KEYS, REPLACED_ROWLESS, REPLACED_GELU, REPLACED_KEYS_GELU,
-    REPLACED_ROWLESS_GELU,
+    GRANITE_FUSED, NLLB, SWITCH, *LABS, *ALL_REPLACED,
 ]  # fmt: skip
 # By model_type, independent of the layout: transformers may save Mixtral in Qwen's layout.
 MODELS: dict[str, Model] = {kind: model for family in FAMILIES for kind, model in family.models.items()}
@@ -63,11 +44,10 @@ def read_moe(checkpoint: Checkpoint) -> MoeCheckpoint:
                 f"{checkpoint.shown}: no router of an MoE layer in this shard; give the checkpoint's folder"
             )
         looked_for = ", ".join(f"{family.router} ({family.name})" for family in FAMILIES if family.router)
-        model_type = (checkpoint.config or {}).get("model_type", "unknown")
         raise BadInput(
-            f"{checkpoint.shown}: no MoE layer found (model_type {model_type}); it may be a dense model "
-            "(moescope train --base gives it experts), or its layout is not supported. "
-            f"Looked for: {looked_for}"
+            f"{checkpoint.shown}: no MoE layer found (model_type "
+            f"{(checkpoint.config or {}).get('model_type', 'unknown')}); it may be a dense model (moescope "
+            f"train --base gives it experts), or its layout is not supported. Looked for: {looked_for}"
         )
     fitting = [family for family in matching if fits(family, checkpoint)] or matching
     kind = known_kind(MODELS, checkpoint.config)

@@ -1,7 +1,5 @@
 """Expert counts: whether a model can route with another number of experts, and its changed config."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Collection, Iterator
 from typing import Any
@@ -40,20 +38,16 @@ def check_groups(moe: MoeCheckpoint, layer: int, count: int, top_k: int | None) 
     if not isinstance(groups, int) or groups < 1:
         return
     chosen = config_value(config, CHOSEN_GROUPS, layer) or groups
-
-    def possible(number: int) -> bool:
-        size = number // groups
-        return number % groups == 0 and size >= 2 and size * chosen >= (top_k or 1)
-
-    if possible(count):
-        return
-    below = [number for number in range(count - 1, 0, -1) if possible(number)][:1]
-    above = [number for number in range(count + 1, moe.layers[layer].n_experts + 1) if possible(number)][:1]
-    raise BadInput(
-        f"{moe.checkpoint.shown}: {count} experts in layer {layer} cannot be routed in {groups} groups "
-        f"({chosen} of them chosen, top_k {top_k}); nearest possible: "
-        f"{' or '.join(map(str, below + above)) or 'none'}"
-    )
+    least = max(2, -(-(top_k or 1) // chosen))  # experts per group
+    possible = range(least * groups, max(count, moe.layers[layer].n_experts) + 1, groups)
+    if count not in possible:
+        nearest = [number for number in possible if number < count][-1:]
+        nearest += [number for number in possible if number > count][:1]
+        raise BadInput(
+            f"{moe.checkpoint.shown}: {count} experts in layer {layer} cannot be routed in {groups} groups "
+            f"({chosen} of them chosen, top_k {top_k}); nearest possible: "
+            f"{' or '.join(map(str, nearest)) or 'none'}"
+        )
 
 
 def changed_config(
@@ -88,34 +82,33 @@ def changed_config(
         for holder, field in fields(config, moe.model.top_k, TOP_K_ALIASES, chosen):
             value = holder[field]
             holder[field] = [top_k] * len(value) if isinstance(value, list) else top_k
-    if drop_heads:
-        for holder, field in fields(config, EXTRA_HEADS):
-            holder[field] = 0
+    for holder, field in fields(config, EXTRA_HEADS) if drop_heads else ():
+        holder[field] = 0
     return config
 
 
 def set_counts(moe: MoeCheckpoint, config: Config, counts: dict[int, int]) -> None:
     assert moe.model is not None
-    where = moe.checkpoint.shown
     if not any(fields(config, moe.model.experts)):
         raise BadInput(
             f"{moe.checkpoint.files.label('config.json')}: none of {', '.join(moe.model.experts)} in it; add "
             "the number of experts"
         )
+    fewest, most = (pick(counts, key=counts.__getitem__) for pick in (min, max))
     before = {weights.n_experts for weights in moe.layers.values()}
     for holder, field in fields(config, moe.model.experts, COUNT_ALIASES, before):
         value = holder[field]
-        if isinstance(value, list):
-            holder[field] = [counts.get(layer, old) for layer, old in enumerate(value)]
-        elif len(set(counts.values())) > 1:
-            fewest, most = (pick(counts, key=counts.__getitem__) for pick in (min, max))
+        if not isinstance(value, list) and counts[fewest] < counts[most]:
             raise BadInput(
-                f"{where}: layer {fewest} would have {counts[fewest]} experts and layer {most} "
-                f"{counts[most]}, but config.json holds one number for all ({field}); give every MoE layer "
-                "the same number"
+                f"{moe.checkpoint.shown}: layer {fewest} would have {counts[fewest]} experts and layer "
+                f"{most} {counts[most]}, but config.json holds one number for all ({field}); give every MoE "
+                "layer the same number"
             )
-        else:
-            holder[field] = next(iter(counts.values()))
+        holder[field] = (
+            [counts.get(layer, old) for layer, old in enumerate(value)]
+            if isinstance(value, list)
+            else counts[most]
+        )
 
 
 def fields(

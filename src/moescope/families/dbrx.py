@@ -1,29 +1,23 @@
 """DBRX: w1 (gate), v1 (up) and w2 (down, transposed) of all experts stacked, [E * F, D] each."""
 
 from moescope.errors import BadInput
-from moescope.families.layout import Family, LayerTensors, Model, Stacks, check_shape, every_block
+from moescope.families.layout import Family, LayerTensors, Model, Stacks, as_stored, check_shape
 
 GATE, UP, DOWN = (f"{{L}}.ffn.experts.mlp.{name}" for name in ("w1", "v1", "w2"))
 
 
 def stacked(tensors: LayerTensors) -> Stacks:
-    width, experts = tensors.d_model, tensors.n_experts
-    info = tensors.info(GATE)
-    check_shape(info, ("experts * d_ff", width))
-    rows = info.shape[0]
+    info, experts = tensors.info(GATE), tensors.n_experts
+    check_shape(info, ("experts * d_ff", tensors.d_model))
+    rows, width = info.shape
     if rows % experts:
         raise BadInput(
             f"{info.file}: tensor {info.name} has {rows} rows, not a multiple of {experts} experts; "
             "check how it was saved"
         )
-    for template in (UP, DOWN):
-        check_shape(tensors.info(template), (rows, width))
-    d_ff = rows // experts
-    return (
-        tensors.row_blocks(GATE, lambda part: part, (d_ff, width)),
-        tensors.row_blocks(UP, lambda part: part, (d_ff, width)),
-        tensors.row_blocks(DOWN, lambda part: part.T, (width, d_ff)),
-    )
+    sides = (rows // experts, width)
+    gates, ups = (tensors.slices(name, as_stored, sides, sides, stacked=False) for name in (GATE, UP))
+    return gates, ups, tensors.slices(DOWN, lambda part: part.T, sides, sides[::-1], stacked=False)
 
 
 DBRX = Family(
@@ -32,7 +26,7 @@ DBRX = Family(
         "dbrx": Model(
             ("ffn_config.moe_num_experts",),
             ("ffn_config.moe_top_k",),
-            every_block,
+            lambda config: set(range(config["n_layers"])),  # the count of layers has another name
             activation=("ffn_config.ffn_act_fn.name",),
         )
     },

@@ -1,18 +1,8 @@
 """Router `feed_forward.router`: Llama 4 (fused and transposed) and Jamba (separate or fused)."""
 
-from moescope.families.layout import (
-    Family,
-    Model,
-    by_period,
-    either,
-    fused_gate_up,
-    interleaved,
-    per_expert,
-    shared_expert,
-)
+from moescope.families.layout import Family, Model, by_period, interleaved, projections, shared_expert
 
 TOP_K = ("num_experts_per_tok",)
-EACH, FUSED = "{L}.feed_forward.experts.{e}.gate_proj.weight", "{L}.feed_forward.experts.gate_up_proj"
 # Llama 4's sigmoid multiplies an expert's input, not its output.
 LLAMA4 = Model(("num_local_experts",), TOP_K, interleaved, scoring="sigmoid")
 
@@ -24,15 +14,7 @@ FEED_FORWARD = Family(
         "jamba": Model(("num_experts",), TOP_K, by_period, norm="{L}.pre_ff_layernorm.weight"),
     },
     router="{L}.feed_forward.router.weight",
-    markers=(EACH, FUSED),
-    experts=either(
-        (
-            EACH,
-            per_expert(EACH, EACH.replace("gate_proj", "up_proj"), EACH.replace("gate_proj", "down_proj")),
-        ),
-        (FUSED, fused_gate_up(FUSED, "{L}.feed_forward.experts.down_proj")),
-    ),
-    block="{L}.feed_forward",
+    **projections("{L}.feed_forward"),
     norm="{L}.post_attention_layernorm.weight",
-    shared=shared_expert("{L}.feed_forward.shared_expert.{p}_proj.weight"),
+    shared=(shared_expert("{L}.feed_forward.shared_expert.{p}_proj.weight"),),
 )

@@ -16,7 +16,7 @@ GRANITE = Family(
     experts=fused_gate_up(LINEAR, "{L}.block_sparse_moe.output_linear.weight"),
     block="{L}.block_sparse_moe",
     norm="{L}.post_attention_layernorm.weight",
-    shared=shared_gate_up("{L}.shared_mlp.input_linear.weight", "{L}.shared_mlp.output_linear.weight"),
+    shared=(shared_gate_up("{L}.shared_mlp.input_linear.weight", "{L}.shared_mlp.output_linear.weight"),),
 )
 GRANITE_FUSED = replace(
     GRANITE,

@@ -3,8 +3,9 @@
 Routers without a row per expert (see `Router.has_rows`) are supported too: their experts are read.
 """
 
-from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
+from typing import Any
 
 from moescope.errors import BadInput
 from moescope.families.layout import (
@@ -13,6 +14,7 @@ from moescope.families.layout import (
     LayerTensors,
     Model,
     Stacks,
+    as_stored,
     check_shape,
     either,
     every_layer,
@@ -24,7 +26,6 @@ COUNT, TOP_K = ("num_experts",), ("num_experts_per_tok",)
 GATE_UP, UP, DOWN = "{L}.mlp.experts.gate_up", "{L}.mlp.experts.up", "{L}.mlp.experts.down"
 ROUTER = "{L}.mlp.router."
 KINDS = ("experts", "shared", "table")  # of a router's tensors: types.RouterState
-ROUTER_PARTS = (".mlp.router.", "shared_router.")
 
 
 def router_facts(config: Config) -> Config:
@@ -39,32 +40,26 @@ def router_facts(config: Config) -> Config:
     return facts_of_model(config["moescope_lab"])
 
 
-def rowless_router(config: Config) -> str | None:
-    """Return the router's name where a lab checkpoint's config says that it has no rows, else None."""
-    if config.get("model_type") != "moescope_lab" or not isinstance(config.get("moescope_lab"), dict):
+def rowless_router(kind: str, config: Config) -> str | None:
+    """Return the router's name where a config of that model type says that it has no rows, else None."""
+    if config.get("model_type") != kind or not isinstance(config.get(kind), dict):
         return None
     facts = router_facts(config)
     return None if facts["has_rows"] else str(facts["name"])
 
 
-def router_state_of(place: str) -> Callable[[LayerTensors], tuple[RouterState, ...]]:
-    """Return a reader of the router's tensors besides rows and biases, whose names begin so."""
-
-    def read(tensors: LayerTensors) -> tuple[RouterState, ...]:
-        kinds: dict[str, str] = router_facts(tensors.checkpoint.config or {})["state_tensors"]
-        for name, kind in kinds.items():
-            if kind not in KINDS:
-                raise BadInput(
-                    f"{tensors.checkpoint.shown}: config.json: moescope_router: the kind of tensor {name} is "
-                    f"{kind!r}, not {', '.join(KINDS)}; copy the checkpoint again"
-                )
-        names = {f"{place}{name}": kind for name, kind in kinds.items()}
-        return tuple(tensors.state(name, kind) for name, kind in names.items() if tensors.has(name))
-
-    return read
-
-
-router_state = router_state_of(ROUTER)
+def router_state(place: str, tensors: LayerTensors) -> tuple[RouterState, ...]:
+    """Return the router's tensors besides rows and biases; their names begin with `place`."""
+    kinds: dict[str, str] = router_facts(tensors.checkpoint.config or {})["state_tensors"]
+    for name, kind in kinds.items():
+        if kind not in KINDS:
+            raise BadInput(
+                f"{tensors.checkpoint.shown}: config.json: moescope_router: the kind of tensor {name} is "
+                f"{kind!r}, not {', '.join(KINDS)}; copy the checkpoint again"
+            )
+    return tuple(
+        tensors.state(f"{place}{name}", kind) for name, kind in kinds.items() if tensors.has(f"{place}{name}")
+    )
 
 
 def up_and_down(tensors: LayerTensors) -> Stacks:
@@ -72,8 +67,8 @@ def up_and_down(tensors: LayerTensors) -> Stacks:
     info = tensors.info(UP)
     check_shape(info, (tensors.n_experts, "d_ff", tensors.d_model))
     d_ff, width = info.shape[1], tensors.d_model
-    ups = tensors.slices(UP, lambda part: part, (d_ff, width), (d_ff, width))
-    return ups, None, tensors.slices(DOWN, lambda part: part, (width, d_ff), (width, d_ff))
+    ups = tensors.slices(UP, as_stored, (d_ff, width), (d_ff, width))
+    return ups, None, tensors.slices(DOWN, as_stored, (width, d_ff), (width, d_ff))
 
 
 def gelu_biases(tensors: LayerTensors) -> dict[str, ExpertStack]:
@@ -81,10 +76,9 @@ def gelu_biases(tensors: LayerTensors) -> dict[str, ExpertStack]:
     if not tensors.has(UP):
         return {}
     d_ff, width = tensors.info(UP).shape[1], tensors.d_model
-    up_bias, down_bias = f"{UP}_bias", f"{DOWN}_bias"
     return {
-        "gate_bias_EF": tensors.slices(up_bias, lambda part: part, (d_ff,), (d_ff,)),
-        "down_bias_ED": tensors.slices(down_bias, lambda part: part, (width,), (width,)),
+        "gate_bias_EF": tensors.slices(f"{UP}_bias", as_stored, (d_ff,), (d_ff,)),
+        "down_bias_ED": tensors.slices(f"{DOWN}_bias", as_stored, (width,), (width,)),
     }
 
 
@@ -100,7 +94,7 @@ LAB = Family(
     block="{L}.mlp",
     norm="{L}.post_attention_layernorm.weight",
     correction_bias=("{L}.mlp.router.bias_E",),
-    router_state=router_state,
+    router_state=partial(router_state, ROUTER),
 )
 LAB_GELU = Family(
     name="lab_gelu",
@@ -111,32 +105,27 @@ LAB_GELU = Family(
     block="{L}.mlp",
     norm=None,  # the norm follows the block before, and has a bias
     biases=gelu_biases,
-    router_state=router_state,
-)
-LAB_KEYS = Family(
-    name="lab_keys",
-    models={},
-    router="{L}.mlp.router.direction_ED",
-    markers=(GATE_UP, UP),
-    experts=either((GATE_UP, fused_gate_up(GATE_UP, DOWN)), (UP, up_and_down)),
-    block="{L}.mlp",
-    norm=None,
-    biases=gelu_biases,
-    router_state=router_state,
+    router_state=partial(router_state, ROUTER),
 )
 # SPECTRA with `plain` is a linear router under another name.
 LINEAR = "{L}.mlp.router.linear.weight"
-LAB_LINEAR = replace(LAB, name="lab_linear", models={}, router=LINEAR, correction_bias=())
-LAB_LINEAR_GELU = replace(LAB_GELU, name="lab_linear_gelu", router=LINEAR)
-LAB_ROWLESS = replace(
+ROWLESS: dict[str, Any] = {
+    "router": None,
+    "rowless_router": partial(rowless_router, "moescope_lab"),
+    "router_parts": (".mlp.router.", "shared_router."),
+}
+LABS = [
     LAB,
-    name="lab_rowless",
-    models={},
-    router=None,
-    correction_bias=(),
-    rowless_router=rowless_router,
-    router_parts=ROUTER_PARTS,
-)
-LAB_ROWLESS_GELU = replace(
-    LAB_GELU, name="lab_rowless_gelu", router=None, rowless_router=rowless_router, router_parts=ROUTER_PARTS
-)
+    LAB_GELU,
+    replace(
+        LAB_GELU,
+        name="lab_keys",
+        router="{L}.mlp.router.direction_ED",
+        markers=(GATE_UP, UP),
+        experts=either((GATE_UP, LAB.experts), (UP, up_and_down)),
+    ),
+    replace(LAB, name="lab_linear", models={}, router=LINEAR, correction_bias=()),
+    replace(LAB_GELU, name="lab_linear_gelu", router=LINEAR),
+    replace(LAB, name="lab_rowless", models={}, correction_bias=(), **ROWLESS),
+    replace(LAB_GELU, name="lab_rowless_gelu", **ROWLESS),
+]

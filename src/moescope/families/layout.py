@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from moescope.checkpoint import Checkpoint, TensorInfo
@@ -55,7 +56,7 @@ class Family:
     norm: str | None
     router_bias: str | None = None
     correction_bias: tuple[str, ...] = ()  # possible names
-    shared: Callable[[LayerTensors], SharedExpert | None] = lambda tensors: None
+    shared: tuple[Callable[[LayerTensors], SharedExpert | None], ...] = ()  # the first that finds one is used
     biases: Callable[[LayerTensors], dict[str, ExpertStack]] = lambda tensors: {}
     router_state: Callable[[LayerTensors], tuple[RouterState, ...]] = lambda tensors: ()
     # the router's name if the config says that it has no rows
@@ -76,21 +77,29 @@ class LayerTensors:
     prefix: str
     number: int  # as in the tensors' names
     sublayer: str  # the value of {S}
-    n_experts: int
-    d_model: int
-    router: str = ""  # the router's name, for messages
+    anchor: TensorInfo  # identifies the layer: its router in most layouts
     used: set[str] = field(default_factory=set, compare=False)  # names read so far, for coverage
 
-    def name(self, template: str, expert: int | None = None) -> str:
-        text = template.replace("{L}", str(self.number)).replace("{S}", self.sublayer)
-        if expert is not None:
-            text = text.replace("{e}", str(expert))
+    @property
+    def n_experts(self) -> int:
+        return self.anchor.shape[0]
+
+    @property
+    def d_model(self) -> int:
+        return self.anchor.shape[-1]
+
+    def name(self, template: str, expert: int | str = "{e}") -> str:
+        text = (
+            template.replace("{L}", str(self.number))
+            .replace("{S}", self.sublayer)
+            .replace("{e}", str(expert))
+        )
         return f"{self.prefix}.{text}" if self.prefix else text
 
-    def has(self, template: str, expert: int | None = None) -> bool:
+    def has(self, template: str, expert: int | str = "{e}") -> bool:
         return self.name(template, expert) in self.checkpoint.tensors
 
-    def info(self, template: str, expert: int | None = None) -> TensorInfo:
+    def info(self, template: str, expert: int | str = "{e}") -> TensorInfo:
         name = self.name(template, expert)
         if name not in self.checkpoint.tensors:
             raise BadInput(
@@ -100,80 +109,79 @@ class LayerTensors:
         self.used.add(name)
         return self.checkpoint.tensors[name]
 
-    def lazy(self, template: str, shape: tuple[int, ...]) -> LazyTensor:
-        """Return a tensor of known shape."""
+    def lazy(self, template: str, shape: tuple[int, ...], rows: slice | None = None) -> LazyTensor:
+        """Return a tensor of known shape, or only these rows of it."""
         info = self.info(template)
         check_shape(info, shape)
+        shape = shape if rows is None else (rows.stop - rows.start, *shape[1:])
         return LazyTensor(
-            info.name, info.shape, info.dtype, info.file, lambda: self.checkpoint.read(info.name)
+            info.name, shape, info.dtype, info.file, lambda: self.checkpoint.read(info.name, rows)
         )
 
     def state(self, template: str, kind: str) -> RouterState:
         """Return a router tensor as stored, of any dtype; coverage excludes it."""
         info = self.checkpoint.tensors[self.name(template)]
-        read = self.checkpoint.read_stored
-        return RouterState(
-            LazyTensor(info.name, info.shape, info.dtype, info.file, lambda: read(info.name, None)), kind
-        )
+        read = partial(self.checkpoint.read_stored, info.name, None)
+        return RouterState(LazyTensor(info.name, info.shape, info.dtype, info.file, read), kind)
 
     def each(self, template: str, *sides: int | str) -> ExpertStack:
         """Return one tensor per expert; a named side has the length it has in expert 0."""
         infos = [self.info(template, expert) for expert in range(self.n_experts)]
+        first, names = infos[0], tuple(info.name for info in infos)
         if self.has(template, self.n_experts):
             raise BadInput(
-                f"{infos[0].file}: router {self.router} has {self.n_experts} rows, but more experts exist, "
+                f"{first.file}: router {self.anchor.name} has {self.n_experts} rows, but more experts exist, "
                 f"such as {self.name(template, self.n_experts)}; download both again"
             )
-        check_shape(infos[0], sides)
+        check_shape(first, sides)
         for info in infos:
-            check_shape(info, infos[0].shape)
-        names = tuple(info.name for info in infos)
+            check_shape(info, first.shape)
         packed = any(name in self.checkpoint.packed for name in names)
-        parts = StoredParts(self.name(template), infos[0].dtype, infos[0].shape, None, lambda part: part)
         return ExpertStack(
             names,
-            (self.n_experts, *infos[0].shape),
-            infos[0].dtype,
+            (self.n_experts, *first.shape),
+            first.dtype,
             tuple(info.file for info in infos),
             lambda expert: self.checkpoint.read(names[expert]),
-            None if packed else parts,
+            None if packed else StoredParts(self.name(template), first.dtype, first.shape, None, as_stored),
         )
 
     def slices(
-        self, template: str, take: Callable[[Tensor], Tensor], stored: tuple[int, ...], shape: tuple[int, ...]
-    ) -> ExpertStack:
-        """Return slices of one fused tensor [E, *stored]; `take` views a stored slice as `shape`."""
-        info = self.info(template)
-        check_shape(info, (self.n_experts, *stored))
-        parts = StoredParts(info.name, info.dtype, stored, lambda experts: (experts, *stored), take)
-        return self.parts(info, parts, shape, lambda expert: expert)
-
-    def row_blocks(
-        self, template: str, take: Callable[[Tensor], Tensor], shape: tuple[int, ...]
-    ) -> ExpertStack:
-        """Return blocks of one tensor [E * rows, columns]; `take` views a block as `shape`."""
-        info = self.info(template)
-        rows, columns = info.shape[0] // self.n_experts, info.shape[1:]
-        parts = StoredParts(
-            info.name, info.dtype, (rows, *columns), lambda experts: (experts * rows, *columns), take
-        )
-        return self.parts(info, parts, shape, lambda expert: slice(expert * rows, (expert + 1) * rows))
-
-    def parts(
         self,
-        info: TensorInfo,
-        stored: StoredParts,
+        template: str,
+        take: Callable[[Tensor], Tensor],
+        stored: tuple[int, ...],
         shape: tuple[int, ...],
-        where: Callable[[int], int | slice],
+        stacked: bool = True,
     ) -> ExpertStack:
+        """Return slices of one fused tensor; `take` views a stored slice as `shape`.
+
+        The tensor is [E, *stored], or, not `stacked`, [E * rows, columns].
+        """
+        info, checkpoint, rows = self.info(template), self.checkpoint, stored[0]
+
+        def whole(experts: int) -> tuple[int, ...]:
+            return (experts, *stored) if stacked else (experts * rows, *stored[1:])
+
+        def read(expert: int) -> Tensor:
+            where = expert if stacked else slice(expert * rows, (expert + 1) * rows)
+            return take(checkpoint.read(info.name, where))
+
+        check_shape(info, whole(self.n_experts))
+        names = tuple(f"{info.name}[{expert}]" for expert in range(self.n_experts))
+        parts = StoredParts(info.name, info.dtype, stored, whole, take)
         return ExpertStack(
-            tuple(f"{info.name}[{expert}]" for expert in range(self.n_experts)),
+            names,
             (self.n_experts, *shape),
             info.dtype,
             (info.file,) * self.n_experts,
-            lambda expert: stored.view(self.checkpoint.read(info.name, where(expert))),
-            None if info.name in self.checkpoint.packed else stored,
+            read,
+            None if info.name in checkpoint.packed else parts,
         )
+
+
+def as_stored(part: Tensor) -> Tensor:
+    return part
 
 
 def check_shape(info: TensorInfo, expected: tuple[int | str, ...]) -> None:
@@ -230,34 +238,28 @@ def fused_gate_up(gate_up: str, down: str, interleaved: bool = False) -> Callabl
             )
         d_ff = lower.shape[2] if plain else lower.shape[1]
 
-        def half(which: int) -> slice:
-            return slice(which, None, 2) if interleaved else slice(which * d_ff, (which + 1) * d_ff)
-
-        def take(which: int):  # type: ignore[no-untyped-def]
-            return (lambda part: part[half(which)]) if plain else (lambda part: part[:, half(which)].T)
+        def take(which: int, part: Tensor) -> Tensor:
+            half = slice(which, None, 2) if interleaved else slice(which * d_ff, (which + 1) * d_ff)
+            return part[half] if plain else part[:, half].T
 
         sides = (2 * d_ff, width) if plain else (width, 2 * d_ff)
         lower_sides = (width, d_ff) if plain else (d_ff, width)
-        gates, ups = (tensors.slices(gate_up, take(which), sides, (d_ff, width)) for which in (0, 1))
-        downs = tensors.slices(
-            down, (lambda part: part) if plain else (lambda part: part.T), lower_sides, (width, d_ff)
-        )
-        return gates, ups, downs
+        gates, ups = (tensors.slices(gate_up, partial(take, which), sides, (d_ff, width)) for which in (0, 1))
+        view = as_stored if plain else (lambda part: part.T)
+        return gates, ups, tensors.slices(down, view, lower_sides, (width, d_ff))
 
     return read
 
 
-# The usual names of experts under `mlp.experts`, separate and fused.
-PROJECTIONS = ("{L}.mlp.experts.{e}.gate_proj.weight", "{L}.mlp.experts.gate_up_proj")
-
-
-def projections() -> Callable[[LayerTensors], Stacks]:
-    """gate_proj, up_proj and down_proj under `mlp.experts`, separate or fused."""
-    each, fused = PROJECTIONS
-    ups, downs = each.replace("gate_proj", "up_proj"), each.replace("gate_proj", "down_proj")
-    return either(
-        (each, per_expert(each, ups, downs)), (fused, fused_gate_up(fused, "{L}.mlp.experts.down_proj"))
-    )
+def projections(
+    block: str, names: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
+) -> dict[str, Any]:
+    """A Family's block whose experts hold gate, up and down of those names, or gate_up_proj and down_proj."""
+    gate, up, down = (f"{block}.experts.{{e}}.{name}.weight" for name in names)
+    fused = f"{block}.experts.gate_up_proj"
+    fused_down = f"{block}.experts.down_proj"
+    experts = either((gate, per_expert(gate, up, down)), (fused, fused_gate_up(fused, fused_down)))
+    return {"markers": (gate, fused), "experts": experts, "block": block}
 
 
 def either(*readers: tuple[str, Callable[[LayerTensors], Stacks]]) -> Callable[[LayerTensors], Stacks]:
@@ -277,21 +279,17 @@ def either(*readers: tuple[str, Callable[[LayerTensors], Stacks]]) -> Callable[[
 def shared_expert(pattern: str, gate: str | None = None) -> Callable[[LayerTensors], SharedExpert | None]:
     """The shared expert with projections {p} = gate, up, down; None if the layer has none."""
 
+    gate_name, up_name, down_name = (pattern.replace("{p}", part) for part in ("gate", "up", "down"))
+
     def read(tensors: LayerTensors) -> SharedExpert | None:
-        names = {part: pattern.replace("{p}", part) for part in ("gate", "up", "down")}
-        if not tensors.has(names["gate"]):
+        if not tensors.has(gate_name):
             return None
-        info = tensors.info(names["gate"])
+        info = tensors.info(gate_name)
         check_shape(info, ("d_ff", tensors.d_model))
-        hidden = info.shape[0]
-        parts: dict[str, LazyTensor] = {
-            part: tensors.lazy(
-                name, (tensors.d_model, hidden) if part == "down" else (hidden, tensors.d_model)
-            )
-            for part, name in names.items()
-        }
+        sides = (info.shape[0], tensors.d_model)
         front = tensors.lazy(gate, (1, tensors.d_model)) if gate and tensors.has(gate) else None
-        return SharedExpert(parts["gate"], parts["up"], parts["down"], front)
+        gate_FD, up_FD = tensors.lazy(gate_name, sides), tensors.lazy(up_name, sides)
+        return SharedExpert(gate_FD, up_FD, tensors.lazy(down_name, sides[::-1]), front)
 
     return read
 
@@ -304,26 +302,10 @@ def shared_gate_up(gate_up: str, down: str) -> Callable[[LayerTensors], SharedEx
             return None
         stored = tensors.info(gate_up)
         check_shape(stored, ("2 * d_ff", tensors.d_model))
-        hidden = stored.shape[0] // 2
-        lower = tensors.lazy(down, (tensors.d_model, hidden))
-
-        def half(which: int) -> LazyTensor:
-            rows, shape = slice(which * hidden, (which + 1) * hidden), (hidden, tensors.d_model)
-            read = tensors.checkpoint.read
-            return LazyTensor(stored.name, shape, stored.dtype, stored.file, lambda: read(stored.name, rows))
-
-        return SharedExpert(half(0), half(1), lower)
-
-    return read
-
-
-def first_shared(
-    *readers: Callable[[LayerTensors], SharedExpert | None],
-) -> Callable[[LayerTensors], SharedExpert | None]:
-    """Use the first reader that finds a shared expert."""
-
-    def read(tensors: LayerTensors) -> SharedExpert | None:
-        return next((shared for reader in readers if (shared := reader(tensors)) is not None), None)
+        hidden, width = stored.shape[0] // 2, tensors.d_model
+        gate_FD = tensors.lazy(gate_up, stored.shape, slice(0, hidden))
+        up_FD = tensors.lazy(gate_up, stored.shape, slice(hidden, 2 * hidden))
+        return SharedExpert(gate_FD, up_FD, tensors.lazy(down, (width, hidden)))
 
     return read
 
@@ -337,25 +319,20 @@ def every_layer(config: Config) -> set[int]:
 
 def by_step(config: Config) -> set[int]:
     """Qwen: every `decoder_sparse_step`-th layer except those listed as dense."""
-    dense = set(config.get("mlp_only_layers") or ())
     step = config.get("decoder_sparse_step", 1)
-    return {layer for layer in every_layer(config) if layer not in dense and (layer + 1) % step == 0}
-
-
-def every_block(config: Config) -> set[int]:
-    """DBRX: all layers, whose count has another name."""
-    return set(range(config["n_layers"]))
+    return {layer for layer in every_layer(config) if (layer + 1) % step == 0} - set(
+        config.get("mlp_only_layers") or ()
+    )
 
 
 def after_dense(default: int) -> Callable[[Config], set[int]]:
     """All but the first layers, by `mlp_layer_types` in newer configs, else by the count of dense layers."""
 
     def rule(config: Config) -> set[int]:
-        kinds = config.get("mlp_layer_types")
-        if kinds:
+        if kinds := config.get("mlp_layer_types"):
             return {layer for layer, kind in enumerate(kinds) if kind == "sparse"}
-        counts = [config.get(name) for name in ("first_k_dense_replace", "num_dense_layers")]
-        dense = next((count for count in counts if count is not None), default)
+        fields = ("first_k_dense_replace", "num_dense_layers")
+        dense = next((config[name] for name in fields if config.get(name) is not None), default)
         every: int = config.get("moe_layer_freq") or 1
         return {layer for layer in every_layer(config) if layer >= dense and layer % every == 0}
 
@@ -404,8 +381,7 @@ def stacks(*halves: tuple[int, int], last: bool) -> set[int]:
     """Of each (count, step) take the last layer per step, or its second; a step of 0 has none."""
     layers, start = set(), 0
     for count, step in halves:
-        if step > 0:
-            offset = step - 1 if last else 1 % step
-            layers |= {start + layer for layer in range(count) if layer % step == offset}
+        first = step - 1 if last else 1 % max(step, 1)
+        layers |= {start + layer for layer in range(first, count, step)} if step > 0 else set()
         start += count
     return layers

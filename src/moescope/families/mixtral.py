@@ -1,18 +1,8 @@
 """Mixtral: w1 gate, w3 up, w2 down, under `block_sparse_moe`."""
 
-from moescope.families.layout import (
-    Family,
-    Model,
-    after_dense,
-    either,
-    every_layer,
-    fused_gate_up,
-    per_expert,
-    shared_expert,
-)
+from moescope.families.layout import Family, Model, after_dense, every_layer, projections, shared_expert
 
 EXPERTS, TOP_K = ("num_local_experts",), ("num_experts_per_tok",)
-EACH, FUSED = "{L}.block_sparse_moe.experts.{e}.w1.weight", "{L}.block_sparse_moe.experts.gate_up_proj"
 
 MIXTRAL = Family(
     name="mixtral",
@@ -24,16 +14,11 @@ MIXTRAL = Family(
         "kimi_linear": Model(("num_experts",), ("num_experts_per_token",), after_dense(1), scoring="sigmoid"),
     },
     router="{L}.block_sparse_moe.gate.weight",
-    markers=(EACH, FUSED),
-    experts=either(
-        (EACH, per_expert(EACH, EACH.replace("w1", "w3"), EACH.replace("w1", "w2"))),
-        (FUSED, fused_gate_up(FUSED, "{L}.block_sparse_moe.experts.down_proj")),
-    ),
-    block="{L}.block_sparse_moe",
+    **projections("{L}.block_sparse_moe", ("w1", "w3", "w2")),
     norm="{L}.post_attention_layernorm.weight",
     correction_bias=(
         "{L}.block_sparse_moe.e_score_correction_bias",
         "{L}.block_sparse_moe.gate.e_score_correction_bias",
     ),
-    shared=shared_expert("{L}.block_sparse_moe.shared_experts.{p}_proj.weight"),
+    shared=(shared_expert("{L}.block_sparse_moe.shared_experts.{p}_proj.weight"),),
 )

@@ -1,13 +1,11 @@
 """The most common layout: router `mlp.gate`; gate_proj, up_proj, down_proj in `mlp.experts`."""
 
 from moescope.families.layout import (
-    PROJECTIONS,
     Family,
     Model,
     after_dense,
     by_step,
     every_layer,
-    first_shared,
     in_window,
     projections,
     shared_expert,
@@ -56,9 +54,7 @@ MLP_EXPERTS = Family(
         "ernie4_5_moe": Model(("moe_num_experts",), ("moe_k",), in_window),
     },
     router="{L}.mlp.gate.weight",
-    markers=PROJECTIONS,
-    experts=projections(),
-    block="{L}.mlp",
+    **projections("{L}.mlp"),
     norm="{L}.post_attention_layernorm.weight",
     correction_bias=(
         "{L}.mlp.gate.e_score_correction_bias",
@@ -68,7 +64,7 @@ MLP_EXPERTS = Family(
         "{L}.mlp.moe_statics.e_score_correction_bias",
         "{L}.mlp.gate.moe_statics.e_score_correction_bias",
     ),
-    shared=first_shared(  # Qwen: one with a gate; DeepSeek: several in one, without
+    shared=(  # Qwen: one with a gate; DeepSeek: several in one, without
         shared_expert("{L}.mlp.shared_expert.{p}_proj.weight", gate="{L}.mlp.shared_expert_gate.weight"),
         shared_expert("{L}.mlp.shared_experts.{p}_proj.weight"),
     ),

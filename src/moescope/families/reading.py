@@ -1,12 +1,11 @@
 """Read a checkpoint in a layout: its MoE layers in order, and the coverage."""
 
-from __future__ import annotations
-
 import re
-from dataclasses import dataclass
+from collections import Counter
+from dataclasses import dataclass, replace
 from typing import Any
 
-from moescope.checkpoint import Checkpoint, TensorInfo
+from moescope.checkpoint import Checkpoint
 from moescope.errors import BadInput
 from moescope.families.layout import Config, Family, LayerTensors, Model, check_shape
 from moescope.types import Coverage, LayerWeights, LazyTensor
@@ -26,24 +25,7 @@ class MoeCheckpoint:
     extra_heads: frozenset[str] = frozenset()  # tensors of multi-token prediction
 
 
-@dataclass(frozen=True)
-class LayerAnchor:
-    """The tensor that identifies a layer (its router in most layouts), and the parts of its name."""
-
-    prefix: str
-    number: int
-    sublayer: str
-    info: TensorInfo
-
-
-def pattern(template: str) -> re.Pattern[str]:
-    escaped = re.escape(template)
-    for letter in "LeS":
-        escaped = escaped.replace(rf"\{{{letter}\}}", rf"(?P<{letter}>\d+)", 1)
-    return re.compile(rf"(?P<P>.*?)\.?{escaped}")
-
-
-def find_layers(family: Family, checkpoint: Checkpoint) -> list[LayerAnchor]:
+def find_layers(family: Family, checkpoint: Checkpoint) -> list[LayerTensors]:
     """Return every layer of that layout, without multi-token-prediction layers.
 
     Experts alone do not identify a layout without router rows, since rows may be missing; the config must say
@@ -51,7 +33,8 @@ def find_layers(family: Family, checkpoint: Checkpoint) -> list[LayerAnchor]:
     """
     if family.router is None and family.rowless_router(text_config(checkpoint.config)) is None:
         return []
-    match_anchor = pattern(family.anchor)
+    name = re.sub(r"\\{([LeS])\\}", r"(?P<\1>\\d+)", re.escape(family.anchor))
+    match_anchor = re.compile(rf"(?P<P>.*?)\.?{name}")
     ending = family.anchor.rsplit("}", 1)[1]  # cheaper than the regex: 60,000 names times all layouts
     layers = []
     for info in checkpoint.tensors.values():
@@ -59,13 +42,13 @@ def find_layers(family: Family, checkpoint: Checkpoint) -> list[LayerAnchor]:
             continue
         match = match_anchor.fullmatch(info.name)
         if match and not is_mtp(info.name):
-            groups = match.groupdict()
-            if len(groups["L"]) > 9:
+            parts = match.groupdict()
+            if len(parts["L"]) > 9:
                 raise BadInput(
-                    f"{info.file}: tensor {info.name[:60]}... has a layer number of {len(groups['L'])} "
+                    f"{info.file}: tensor {info.name[:60]}... has a layer number of {len(parts['L'])} "
                     "digits; download the file again"
                 )
-            layers.append(LayerAnchor(groups["P"], int(groups["L"]), groups.get("S") or "", info))
+            layers.append(LayerTensors(checkpoint, parts["P"], int(parts["L"]), parts.get("S") or "", info))
     return layers
 
 
@@ -76,11 +59,7 @@ def is_mtp(name: str) -> bool:
 
 def fits(family: Family, checkpoint: Checkpoint) -> bool:
     """Whether some layer has both a router and experts of the layout."""
-    for anchor in find_layers(family, checkpoint):
-        tensors = LayerTensors(checkpoint, anchor.prefix, anchor.number, anchor.sublayer, 0, 0)
-        if any(tensors.has(marker, 0) for marker in family.markers):
-            return True
-    return False
+    return any(layer.has(marker, 0) for layer in find_layers(family, checkpoint) for marker in family.markers)
 
 
 def text_configs(config: Config | None) -> list[Config]:
@@ -123,37 +102,37 @@ def config_value(config: Config, fields: tuple[str, ...], layer: int) -> Any:
 def read_layout(family: Family, model: Model | None, checkpoint: Checkpoint) -> MoeCheckpoint:
     """Return the checkpoint's MoE layers; raise if some are missing or do not fit together."""
     config = text_config(checkpoint.config)
-    expected = expected_layers(family, model, checkpoint)
+    expected = expected_layers(family, model, checkpoint, config)
     depth = config.get("num_hidden_layers")
-    anchors: dict[int, LayerAnchor] = {}
+    found: dict[int, LayerTensors] = {}
     beyond: set[str] = set()
-    for anchor in find_layers(family, checkpoint):
-        layer = anchor.number + layers_before(anchor.prefix, config, checkpoint)
-        in_stack = not isinstance(depth, int) or anchor.number < depth or layer != anchor.number
+    for tensors in find_layers(family, checkpoint):
+        layer = tensors.number + layers_before(tensors.prefix, config, checkpoint)
+        in_stack = not isinstance(depth, int) or tensors.number < depth or layer != tensors.number
         if expected is not None and layer not in expected and not in_stack:
-            beyond.add(f"{anchor.prefix}.{anchor.number}.")  # DeepSeek's and GLM's MTP head
+            beyond.add(f"{tensors.prefix}.{tensors.number}.")  # DeepSeek's and GLM's MTP head
             continue
-        if layer in anchors:
+        if layer in found:
             raise BadInput(
-                f"{anchor.info.file}: two routers for layer {layer}: {anchors[layer].info.name} and "
-                f"{anchor.info.name}; give a checkpoint with one stack of layers"
+                f"{tensors.anchor.file}: two routers for layer {layer}: {found[layer].anchor.name} and "
+                f"{tensors.anchor.name}; give a checkpoint with one stack of layers"
             )
-        anchors[layer] = anchor
-    if not anchors:
+        found[layer] = tensors
+    if not found:
         raise BadInput(
             f"{checkpoint.files.label('config.json')}: num_hidden_layers is {depth}, which leaves out all "
             "MoE layers of the files; correct it"
         )
-    check_expected(family, checkpoint, expected, set(anchors))
-    used: set[str] = set()
-    layers = {
-        layer: one_layer(family, model, checkpoint, config, layer, anchors[layer], used)
-        for layer in sorted(anchors)
-    }
-    extra = (
-        frozenset(name for name in checkpoint.tensors if is_mtp(name) or name.startswith(tuple(beyond)))
-        - used
-    )
+    absent = sorted((expected or set()) - set(found))
+    if absent and not checkpoint.one_file:  # a single shard is allowed; coverage says how much it is
+        raise BadInput(
+            f"{checkpoint.shown}: config.json says layers {absent} are MoE, but they have no tensor "
+            f"{family.anchor}; download the missing shards"
+        )
+    layers = {layer: one_layer(family, model, config, layer, found[layer]) for layer in sorted(found)}
+    used = set[str]().union(*(tensors.used for tensors in found.values()))
+    heads = {name for name in checkpoint.tensors if is_mtp(name) or name.startswith(tuple(beyond))}
+    extra = frozenset(heads - used)
     covered = coverage(family, model, checkpoint, layers, expected, used, extra)
     return MoeCheckpoint(checkpoint, family, layers, covered, model, extra)
 
@@ -162,19 +141,19 @@ def layers_before(prefix: str, config: Config, checkpoint: Checkpoint) -> int:
     """Return the number of layers before this stack: the encoder's, before a decoder; else 0."""
     if "decoder" not in prefix.split("."):
         return 0
-    values = [config.get(name) for name in ("encoder_layers", "num_layers")]
-    counts = [count for count in values if isinstance(count, int) and 0 <= count <= MAX_LAYERS]
-    if counts:
-        return counts[0]
+    for name in ("encoder_layers", "num_layers"):
+        if isinstance(count := config.get(name), int) and 0 <= count <= MAX_LAYERS:
+            return count
     numbers = (re.match(r"(?:.*\.)?encoder\.\w+\.(\d{1,9})\.", name) for name in checkpoint.tensors)
     return max((int(match[1]) + 1 for match in numbers if match), default=0)
 
 
-def expected_layers(family: Family, model: Model | None, checkpoint: Checkpoint) -> set[int] | None:
+def expected_layers(
+    family: Family, model: Model | None, checkpoint: Checkpoint, config: Config
+) -> set[int] | None:
     """Return the MoE layers according to the config; None without one or for an unknown model."""
     if model is None:
         return None
-    config = text_config(checkpoint.config)
     try:
         for name in ("num_hidden_layers", "n_layers", "num_layers", "encoder_layers", "decoder_layers"):
             if config.get(name, 0) > MAX_LAYERS:
@@ -187,58 +166,32 @@ def expected_layers(family: Family, model: Model | None, checkpoint: Checkpoint)
         ) from None
 
 
-def check_expected(
-    family: Family, checkpoint: Checkpoint, expected: set[int] | None, present: set[int]
-) -> None:
-    if checkpoint.one_file:
-        return  # a single shard is allowed; coverage says how much of the model it is
-    if absent := sorted((expected or set()) - present):
-        raise BadInput(
-            f"{checkpoint.shown}: config.json says layers {absent} are MoE, but they have no tensor "
-            f"{family.anchor}; download the missing shards"
-        )
-
-
 def one_layer(
-    family: Family,
-    model: Model | None,
-    checkpoint: Checkpoint,
-    config: Config,
-    layer: int,
-    anchor: LayerAnchor,
-    used: set[str],
+    family: Family, model: Model | None, config: Config, layer: int, tensors: LayerTensors
 ) -> LayerWeights:
-    info = anchor.info
-    sides = ("experts", "d_model") if family.router else ("experts", "d_ff", "d_model")
-    check_shape(info, sides)
-    n_experts, d_model = info.shape[0], info.shape[-1]
-    if model is not None:
-        count = config_value(config, model.experts, layer)
-        if count is not None and count != n_experts:
-            content = (
-                f"router {info.name} has {n_experts} rows"
-                if family.router
-                else f"{info.name} holds {n_experts} experts"
-            )
-            raise BadInput(
-                f"{info.file}: {content}, but config.json says {count!r} experts; check both files"
-            )
-    tensors = LayerTensors(
-        checkpoint, anchor.prefix, anchor.number, anchor.sublayer, n_experts, d_model, info.name, used
-    )
+    checkpoint, info = tensors.checkpoint, tensors.anchor
+    check_shape(info, ("experts", "d_model") if family.router else ("experts", "d_ff", "d_model"))
+    n_experts, d_model = tensors.n_experts, tensors.d_model
+    count = config_value(config, model.experts, layer) if model else None
+    if count not in (None, n_experts):
+        has = (
+            f"router {info.name} has {n_experts} rows"
+            if family.router
+            else f"{info.name} holds {n_experts} experts"
+        )
+        raise BadInput(f"{info.file}: {has}, but config.json says {count!r} experts; check both files")
     gate, up, down = family.experts(tensors)
-    correction = next((name for name in family.correction_bias if tensors.has(name)), None)
     top_k: Any = model.top_k if model else ("num_experts_per_tok",)
     if isinstance(top_k, tuple):
         top_k = read_top_k(checkpoint, config, top_k, layer, n_experts, clip=family.router is None)
-    activation = model.activation if model else ("hidden_act",)
+    activation: Any = model.activation if model else ("hidden_act",)
     if isinstance(activation, tuple):
         activation = config_value(config, activation, layer)
-        if not isinstance(activation, str | None):
-            raise BadInput(
-                f"{checkpoint.files.label('config.json')}: the activation is {activation!s:.60}; give a "
-                "name such as silu"
-            )
+    if not isinstance(activation, str | None):
+        raise BadInput(
+            f"{checkpoint.files.label('config.json')}: the activation is {activation!s:.60}; give a "
+            "name such as silu"
+        )
     norm = model.norm if model and model.norm != Model.norm else family.norm
     bias = family.router_bias
     return LayerWeights(
@@ -254,8 +207,10 @@ def one_layer(
         scoring=model.scoring if model and family.router else "unknown",  # no rows, no logits
         activation=activation,
         router_bias_E=tensors.lazy(bias, (n_experts,)) if bias and tensors.has(bias) else None,
-        correction_bias_E=one_row(tensors, correction) if correction else None,
-        shared=family.shared(tensors),
+        correction_bias_E=next(
+            (one_row(tensors, name) for name in family.correction_bias if tensors.has(name)), None
+        ),
+        shared=next((found for read in family.shared if (found := read(tensors)) is not None), None),
         router_state=family.router_state(tensors),
         **family.biases(tensors),
     )
@@ -278,13 +233,9 @@ def read_top_k(
 
 def one_row(tensors: LayerTensors, template: str) -> LazyTensor:
     """Return a bias with one value per expert, stored as [E] or [1, E]."""
-    info = tensors.info(template)
-    if info.shape not in ((tensors.n_experts,), (1, tensors.n_experts)):
-        check_shape(info, (tensors.n_experts,))
-    checkpoint = tensors.checkpoint
-    return LazyTensor(
-        info.name, (tensors.n_experts,), info.dtype, info.file, lambda: checkpoint.read(info.name).reshape(-1)
-    )
+    shape = (tensors.n_experts,)
+    stored = tensors.lazy(template, (1, *shape) if tensors.info(template).shape == (1, *shape) else shape)
+    return replace(stored, shape=shape, read=lambda: stored.read().reshape(-1))
 
 
 def coverage(
@@ -296,14 +247,13 @@ def coverage(
     used: set[str],
     extra_heads: frozenset[str],
 ) -> Coverage:
-    skipped: dict[str, int] = {}
     rowless = family.rowless_router(text_config(checkpoint.config)) if family.router is None else None
-    for name in checkpoint.tensors:
-        if name not in used:
-            reason = "multi-token prediction" if name in extra_heads else "not part of an MoE block"
-            if rowless and any(part in name for part in family.router_parts):
-                reason = f"of the {rowless} router, which has no row for each expert"
-            skipped[reason] = skipped.get(reason, 0) + 1
+
+    def reason(name: str) -> str:
+        if rowless and any(part in name for part in family.router_parts):
+            return f"of the {rowless} router, which has no row for each expert"
+        return "multi-token prediction" if name in extra_heads else "not part of an MoE block"
+
     model_type = (checkpoint.config or {}).get("model_type")
     layout = f"{family.name} layout" + ("" if model_type is None else f", model_type {model_type}")
     return Coverage(
@@ -313,6 +263,6 @@ def coverage(
         experts_per_layer=tuple(sorted({weights.n_experts for weights in layers.values()})),
         parameters_understood=sum(checkpoint.tensors[name].parameters for name in used),
         parameters_total=sum(info.parameters for info in checkpoint.tensors.values()),
-        skipped=skipped,
+        skipped=dict(Counter(reason(name) for name in checkpoint.tensors if name not in used)),
         rowless_router=rowless,
     )

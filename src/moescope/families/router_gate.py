@@ -1,14 +1,6 @@
 """Router `mlp.router.gate`: Hunyuan 3 and AFMoE."""
 
-from moescope.families.layout import (
-    PROJECTIONS,
-    Family,
-    Model,
-    after_dense,
-    first_shared,
-    projections,
-    shared_expert,
-)
+from moescope.families.layout import Family, Model, after_dense, projections, shared_expert
 
 COUNT, TOP_K = ("num_experts",), ("num_experts_per_tok",)
 
@@ -19,12 +11,10 @@ ROUTER_GATE = Family(
         "afmoe": Model(COUNT, TOP_K, after_dense(1), scoring="sigmoid", norm="{L}.pre_mlp_layernorm.weight"),
     },
     router="{L}.mlp.router.gate.weight",
-    markers=PROJECTIONS,
-    experts=projections(),
-    block="{L}.mlp",
+    **projections("{L}.mlp"),
     norm="{L}.post_attention_layernorm.weight",
     correction_bias=("{L}.mlp.expert_bias",),
-    shared=first_shared(
+    shared=(
         shared_expert("{L}.mlp.shared_mlp.{p}_proj.weight"),
         shared_expert("{L}.mlp.shared_experts.{p}_proj.weight"),
     ),

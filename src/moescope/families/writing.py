@@ -5,9 +5,11 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+from moescope.checkpoint.files import torch_dtype
 from moescope.checkpoint.source import READABLE_DTYPES
 from moescope.checkpoint.writing import (
     MAX_SHARD_BYTES,
@@ -16,7 +18,6 @@ from moescope.checkpoint.writing import (
     Written,
     bytes_of,
     local_files,
-    torch_dtype,
     write_checkpoint,
 )
 from moescope.errors import BadInput
@@ -48,8 +49,7 @@ class NewExpert:
     def part(self, stack: str) -> Source | None:
         """Return the tensor for LayerWeights' stack of that name: gate_EFD -> gate_FD."""
         name, sides = stack.rsplit("_", 1)
-        part: Source | None = getattr(self, f"{name}_{sides[1:]}")
-        return part
+        return getattr(self, f"{name}_{sides[1:]}")
 
 
 @dataclass(frozen=True)
@@ -64,28 +64,13 @@ class NewLayer:
     router_bias_E: Tensor | None = None
     correction_bias_E: Tensor | None = None
     state: Mapping[str, Tensor] = field(default_factory=dict)  # other router tensors, by name in the router
-    groups: Sequence[Sequence[int]] | None = None  # source experts behind each one; default: itself
+    # source experts behind each one, which for new ones must be given; default: itself; others are removed
+    groups: Sequence[Sequence[int]] | None = None
     leaders: Sequence[int] | None = None  # source expert whose router part each one inherits; default: itself
 
-    def router(self) -> NewRouter:
-        """Return the router to write; new experts need groups and leaders."""
-        sources = [expert if isinstance(expert, int) else -1 for expert in self.experts]
-        values = {name: rows for name in PER_ROUTER if (rows := getattr(self, name)) is not None}
-        groups = self.groups or [(expert,) for expert in sources]
-        return NewRouter(groups, self.leaders or sources, {**values, **self.state})
-
-
-@dataclass(frozen=True)
-class NewRouter:
-    """The router of the new experts.
-
-    `groups` are the source experts behind each new one, `leaders` those whose router part it inherits unless
-    `values` holds a replacement. Experts in no group are removed.
-    """
-
-    groups: Sequence[Sequence[int]]
-    leaders: Sequence[int]
-    values: Mapping[str, Tensor] = field(default_factory=dict)  # by LayerWeights' field or name in the router
+    @property
+    def sources(self) -> list[int]:
+        return [expert if isinstance(expert, int) else -1 for expert in self.experts]
 
 
 @dataclass(frozen=True)
@@ -114,11 +99,10 @@ def write_moe(
     What transformers could not load raises before any work. The folder must be empty or not exist; it appears
     when complete. `progress` receives the bytes written and the total.
     """
-    plan = plan_moe(moe, layers, top_k)
-    source: Path | None = local_files(moe.checkpoint).folder
-    config = plan.config
-    if moe.checkpoint.one_file:  # other files in its folder may be unrelated
-        source, config = None, config or moe.checkpoint.config
+    plan, folder_of_source = plan_moe(moe, layers, top_k), local_files(moe.checkpoint).folder
+    # of a single file, the other files in its folder may be unrelated
+    source = None if moe.checkpoint.one_file else folder_of_source
+    config = plan.config or (moe.checkpoint.config if moe.checkpoint.one_file else None)
     return write_checkpoint(folder, plan.tensors, config, source, max_shard_bytes, progress)
 
 
@@ -132,25 +116,21 @@ def plan_moe(moe: MoeCheckpoint, layers: dict[int, NewLayer], top_k: int | None 
         )
     for layer, new in layers.items():
         check_layer(moe, layer, new)
-    counts = {
-        layer: len(layers[layer].experts) if layer in layers else moe.layers[layer].n_experts
-        for layer in moe.layers
-    }
+    before = {layer: weights.n_experts for layer, weights in moe.layers.items()}
+    counts = before | {layer: len(new.experts) for layer, new in layers.items()}
     check_counts(moe, counts, top_k)
-    changed = any(count != moe.layers[layer].n_experts for layer, count in counts.items())
-    excluded = moe.extra_heads if changed else frozenset()
+    excluded = moe.extra_heads if counts != before else frozenset()
     config = changed_config(moe, counts, top_k, drop_heads=bool(excluded))
     source = StoredBytes(moe.checkpoint)
     owners = {name: layer for layer in layers for name in layer_names(moe.layers[layer])}
     tensors: list[PlannedTensor] = []
-    done: set[int] = set()
+    left = dict(layers)
     for name in sorted(moe.checkpoint.stored, key=source.place):
         owner = owners.get(name)
         if owner is None and name not in excluded:
             tensors.append(source.copy(name))
-        elif owner is not None and owner not in done:
-            done.add(owner)
-            tensors += layer_tensors(moe, source, owner, layers[owner])
+        elif owner is not None and owner in left:
+            tensors += layer_tensors(moe, source, owner, left.pop(owner))
     return MoePlan(tensors, config, tuple(sorted(excluded)))
 
 
@@ -158,149 +138,117 @@ def stacks_of(weights: LayerWeights) -> dict[str, ExpertStack]:
     return {name: stack for name in PER_EXPERT if (stack := getattr(weights, name)) is not None}
 
 
-def stored_parts(weights: LayerWeights) -> dict[str, dict[str, StoredParts]]:
-    """Return stored tensor -> the stacks in it, such as gate and up in gate_up_proj."""
-    parts: dict[str, dict[str, StoredParts]] = {}
-    for name, stack in stacks_of(weights).items():
-        assert stack.stored is not None
-        parts.setdefault(stack.stored.name, {})[name] = stack.stored
-    return parts
-
-
 def layer_names(weights: LayerWeights) -> set[str]:
     """Return the names of all stored tensors of experts and router."""
     parts = [stack.stored for stack in stacks_of(weights).values() if stack.stored]
+    routers = (*routers_of(weights).values(), *(state.tensor for state in weights.router_state))
     names = {part.tensor_name(expert) for part in parts for expert in range(weights.n_experts)}
-    return names | {lazy.name for lazy in routers_of(weights).values()} | state_names(weights)
-
-
-def state_names(weights: LayerWeights) -> set[str]:
-    return {state.tensor.name for state in weights.router_state}
+    return names.union(lazy.name for lazy in routers)
 
 
 def layer_tensors(
     moe: MoeCheckpoint, source: StoredBytes, layer: int, new: NewLayer
 ) -> Iterator[PlannedTensor]:
     """Yield the tensors of a changed layer: router, fused experts, then separate experts one by one."""
-    weights = moe.layers[layer]
+    weights, count = moe.layers[layer], len(new.experts)
     for name, lazy in routers_of(weights).items():
-        yield router_tensor(moe, lazy, new, name)
+        info = moe.checkpoint.tensors[lazy.name]
+        # a bias may be [1, E]
+        shape = (*info.shape[:-1], count) if len(lazy.shape) == 1 else (count, *info.shape[1:])
+        yield computed(moe, info.name, info.dtype, shape, partial(new_rows, lazy, new, name))
     for state in weights.router_state:
-        yield state_tensor(moe, weights, state, new)
-    groups = stored_parts(weights)
-    for together in groups.values():
-        parts = next(iter(together.values()))
-        if parts.whole is not None:
-            yield fused_tensor(moe, source, layer, new, together, parts)
+        lazy, shape = state.tensor, state_shape(weights, state, count)
+        yield computed(moe, lazy.name, lazy.dtype, shape, partial(new_state, weights, state, new))
+    stored: dict[str, dict[str, StoredParts]] = {}  # tensor -> the stacks in it, such as gate and up
+    for stack, projection in stacks_of(weights).items():
+        assert projection.stored is not None
+        stored.setdefault(projection.stored.name, {})[stack] = projection.stored
+    fused = [together for together in stored.values() if next(iter(together.values())).whole]
+    separate = [together for together in stored.values() if together not in fused]
+    for together in fused:
+        yield fused_tensor(moe, source, layer, new, together)
     for place, expert in enumerate(new.experts):
-        for together in groups.values():
+        for together in separate:
             parts = next(iter(together.values()))
-            if parts.whole is not None:
-                continue
             if isinstance(expert, NewExpert):
-                yield expert_tensor(moe, layer, place, expert, together, parts)
+                yield expert_tensor(moe, layer, place, expert, together)
             else:
                 yield source.copy(parts.tensor_name(expert), parts.tensor_name(place))
 
 
-def router_tensor(moe: MoeCheckpoint, lazy: LazyTensor, new: NewLayer, field_name: str) -> PlannedTensor:
-    """Plan the router's rows or a bias."""
-    info = moe.checkpoint.tensors[lazy.name]
-    count = len(new.experts)
-    # a bias may be [1, E]
-    shape = (*info.shape[:-1], count) if len(lazy.shape) == 1 else (count, *info.shape[1:])
-    dtype = torch_dtype(info.dtype)
-
-    def chunks() -> Iterator[memoryview]:
-        rows = new_rows(lazy, new.router(), field_name)
-        moe.checkpoint.release()
-        yield bytes_of(finite(rows.to(dtype), lazy.name))
-
-    return PlannedTensor(lazy.name, info.dtype, shape, math.prod(shape) * dtype.itemsize, chunks)
-
-
-def state_tensor(
-    moe: MoeCheckpoint, weights: LayerWeights, state: RouterState, new: NewLayer
+def computed(
+    moe: MoeCheckpoint,
+    name: str,
+    dtype: str,
+    shape: tuple[int, ...],
+    compute: Callable[[], Tensor],
+    which: str = "",
 ) -> PlannedTensor:
-    """Plan another tensor of the router."""
-    name, dtype = state.tensor.name, state.tensor.dtype
-    shape = state_shape(weights, state, len(new.experts))
+    """Plan a tensor that is computed when it is written."""
+    kind = torch_dtype(dtype)
 
     def chunks() -> Iterator[memoryview]:
-        value = new_state(weights, state, new.router())
+        tensor = compute().to(kind)
         moe.checkpoint.release()
-        if tuple(value.shape) != shape:
-            raise ValueError(f"{name} has shape {list(value.shape)}, planned {list(shape)}")
-        yield bytes_of(finite(value, name))
+        if tensor.numel() != math.prod(shape):
+            raise ValueError(f"{name} has shape {list(tensor.shape)}, planned {list(shape)}")
+        if not bool(tensor.isfinite().all()):
+            raise BadInput(
+                f"tensor {name}{which} to be written has NaN or Inf in dtype {kind}; check its source"
+            )
+        yield bytes_of(tensor)
 
-    return PlannedTensor(name, dtype, shape, math.prod(shape) * torch_dtype(dtype).itemsize, chunks)
+    return PlannedTensor(name, dtype, shape, math.prod(shape) * kind.itemsize, chunks)
 
 
 def fused_tensor(
-    moe: MoeCheckpoint,
-    source: StoredBytes,
-    layer: int,
-    new: NewLayer,
-    together: dict[str, StoredParts],
-    parts: StoredParts,
+    moe: MoeCheckpoint, source: StoredBytes, layer: int, new: NewLayer, together: dict[str, StoredParts]
 ) -> PlannedTensor:
     """Plan a tensor of all experts: source experts are copied, new ones computed."""
+    parts, count = next(iter(together.values())), len(new.experts)
     assert parts.whole is not None
     size = source.nbytes(parts.name) // moe.layers[layer].n_experts
 
     def chunks() -> Iterator[memoryview]:
         for place, expert in enumerate(new.experts):
             if isinstance(expert, NewExpert):
-                yield from expert_tensor(moe, layer, place, expert, together, parts).chunks()
+                yield from expert_tensor(moe, layer, place, expert, together).chunks()
             else:
                 yield from source.chunks(parts.name, expert * size, size)
 
-    count = len(new.experts)
     return PlannedTensor(parts.name, parts.dtype, parts.whole(count), count * size, chunks)
 
 
 def expert_tensor(
-    moe: MoeCheckpoint,
-    layer: int,
-    place: int,
-    expert: NewExpert,
-    together: dict[str, StoredParts],
-    parts: StoredParts,
+    moe: MoeCheckpoint, layer: int, place: int, expert: NewExpert, together: dict[str, StoredParts]
 ) -> PlannedTensor:
     """Plan one expert's part of a stored tensor, written through the views that read it."""
-    name, dtype = parts.tensor_name(place), torch_dtype(parts.dtype)
+    parts = next(iter(together.values()))
+    name = parts.tensor_name(place)
 
-    def chunks() -> Iterator[memoryview]:
+    def compute() -> Tensor:
         import torch
 
-        part = torch.empty(parts.shape, dtype=dtype)
+        part = torch.empty(parts.shape, dtype=torch_dtype(parts.dtype))
         if sum(stored.view(part).numel() for stored in together.values()) != part.numel():
             raise ValueError(f"{name}: {', '.join(together)} do not cover it")
         for stack, stored in together.items():
-            value = expert.part(stack)
-            assert value is not None
+            value: Any = expert.part(stack)
             tensor = value() if callable(value) else value
             check_expert_shape(moe, layer, place, stack, tensor)
             stored.view(part).copy_(tensor.detach())
             del tensor
-        moe.checkpoint.release()
-        yield bytes_of(finite(part, f"{name} (expert {place})"))
+        return part
 
-    return PlannedTensor(name, parts.dtype, parts.shape, math.prod(parts.shape) * dtype.itemsize, chunks)
-
-
-def finite(tensor: Tensor, name: str) -> Tensor:
-    if not bool(tensor.isfinite().all()):
-        raise BadInput(
-            f"tensor {name} to be written has NaN or Inf in dtype {tensor.dtype}; check its source"
-        )
-    return tensor
+    return computed(moe, name, parts.dtype, parts.shape, compute, f" (expert {place})")
 
 
 def check_layer(moe: MoeCheckpoint, layer: int, new: NewLayer) -> None:
     if layer not in moe.layers:
-        known = ", ".join(map(str, moe.layers))
-        raise BadInput(f"{moe.checkpoint.shown}: layer {layer} is not an MoE layer; MoE layers: {known}")
+        raise BadInput(
+            f"{moe.checkpoint.shown}: layer {layer} is not an MoE layer; MoE layers: "
+            f"{', '.join(map(str, moe.layers))}"
+        )
     check_rewritable(moe, layer, len(new.experts) != moe.layers[layer].n_experts)
     weights = moe.layers[layer]
     stacks = stacks_of(weights)
@@ -314,9 +262,9 @@ def check_layer(moe: MoeCheckpoint, layer: int, new: NewLayer) -> None:
         for stack in PER_EXPERT:
             value = expert.part(stack)
             if (value is None) != (stack not in stacks):
-                verb = "lacks" if value is None else "has"
                 raise BadInput(
-                    f"layer {layer}: new expert {place} {verb} {stack}, unlike the source; give the same"
+                    f"layer {layer}: new expert {place} {'lacks' if value is None else 'has'} {stack}, "
+                    "unlike the source; give the same"
                 )
             if value is not None and not callable(value):
                 check_expert_shape(moe, layer, place, stack, value)
@@ -335,37 +283,31 @@ def check_expert_shape(moe: MoeCheckpoint, layer: int, place: int, stack: str, t
 def check_router(weights: LayerWeights, new: NewLayer) -> None:
     """Raise unless new experts have rows and biases of the right shape, and only those the source has."""
     changed = len(new.experts) != weights.n_experts or any(
-        expert != place for place, expert in enumerate(new.experts) if not isinstance(expert, NewExpert)
+        expert not in (place, -1) for place, expert in enumerate(new.sources)
     )
     if weights.router_ED is None and not weights.router_state and changed:
         raise BadInput(
             f"{weights.layer_name}: its router has no row for each expert, so experts cannot be "
             "removed or reordered; keep them all"
         )
-    lazies = routers_of(weights)
-    has_new = any(isinstance(expert, NewExpert) for expert in new.experts)
     for part in PER_ROUTER:
-        value = getattr(new, part)
-        if value is not None and part not in lazies:
-            raise BadInput(f"layer {weights.layer}: {part} is given, but the source has none; remove it")
-        if value is None and part in lazies and has_new and new.leaders is None:
+        value, lazy, where = getattr(new, part), getattr(weights, part), f"layer {weights.layer}"
+        if value is not None and lazy is None:
+            raise BadInput(f"{where}: {part} is given, but the source has none; remove it")
+        if value is None and lazy is not None and -1 in new.sources and new.leaders is None:
+            raise BadInput(f"{where}: new experts need {part}, one row or value per expert; give it")
+        if value is not None and tuple(value.shape) != (len(new.experts), *lazy.shape[1:]):
             raise BadInput(
-                f"layer {weights.layer}: new experts need {part}, one row or value per expert; give it"
-            )
-        wanted = (len(new.experts), *lazies[part].shape[1:]) if part in lazies else ()
-        if value is not None and tuple(value.shape) != wanted:
-            raise BadInput(
-                f"layer {weights.layer}: {part} has shape {list(value.shape)}, expected {list(wanted)}; give "
-                "one row per expert"
+                f"{where}: {part} has shape {list(value.shape)}, expected "
+                f"{[len(new.experts), *lazy.shape[1:]]}; give one row per expert"
             )
     states = {short_name(weights, state.tensor.name): state for state in weights.router_state}
     for name, value in new.state.items():
         shape = state_shape(weights, states[name], len(new.experts)) if name in states else None
-        if shape is None or tuple(value.shape) != shape:
-            wanted_shape = "none" if shape is None else list(shape)
+        if tuple(value.shape) != shape:
             raise BadInput(
                 f"layer {weights.layer}: router tensor {name[:80]!r} has shape {list(value.shape)}, expected "
-                f"{wanted_shape}; give the source's own"
+                f"{'none' if shape is None else list(shape)}; give the source's own"
             )
 
 
@@ -375,20 +317,22 @@ def check_rewritable(moe: MoeCheckpoint, layer: int, count_changes: bool) -> Non
     config = checkpoint.config or {}
     quantised = [name for name in ("quantization_config", "compression_config") if config.get(name)]
     unstored = [name for name, stack in stacks_of(weights).items() if stack.stored is None]
-    names = layer_names(weights)
+    names, states = layer_names(weights), {state.tensor.name for state in weights.router_state}
     packed = [
-        name
-        for name in sorted(names - state_names(weights))
-        if checkpoint.tensors[name].dtype not in READABLE_DTYPES
+        name for name in sorted(names - states) if checkpoint.tensors[name].dtype not in READABLE_DTYPES
     ]
     if quantised or unstored or packed:
         raise BadInput(
             f"{checkpoint.shown}: layer {layer} is quantised ({(packed + quantised + unstored)[0]}) and "
             "cannot be rewritten; give a bf16 checkpoint"
         )
-    shared = weights.shared
-    known = names | {lazy.name for lazy in (vars(shared).values() if shared else ()) if lazy is not None}
-    folders = tuple(expert_folder(stack.stored.name) for stack in stacks_of(weights).values() if stack.stored)
+    shared = vars(weights.shared).values() if weights.shared else ()
+    known = names | {lazy.name for lazy in shared if lazy is not None}
+    stored = [stack.stored.name for stack in stacks_of(weights).values() if stack.stored]
+    # the common prefixes of the names of all expert tensors
+    folders = tuple(
+        name.split("{e}")[0] if "{e}" in name else f"{name.rsplit('.', 1)[0]}." for name in stored
+    )
     for name, info in checkpoint.tensors.items():
         inside = name.startswith(folders)
         counted = (
@@ -401,11 +345,6 @@ def check_rewritable(moe: MoeCheckpoint, layer: int, count_changes: bool) -> Non
             )
 
 
-def expert_folder(name: str) -> str:
-    """Return the common prefix of the names of all expert tensors."""
-    return name.split("{e}")[0] if "{e}" in name else name.rsplit(".", 1)[0] + "."
-
-
 def routers_of(weights: LayerWeights) -> dict[str, LazyTensor]:
     """Return the router's rows and biases that exist."""
     return {name: lazy for name in PER_ROUTER if (lazy := getattr(weights, name)) is not None}
@@ -413,35 +352,32 @@ def routers_of(weights: LayerWeights) -> dict[str, LazyTensor]:
 
 def short_name(weights: LayerWeights, name: str) -> str:
     """Return a router tensor's name within the router: `weight`, `expand.bias`."""
-    inside = name.removeprefix(f"{weights.layer_name}.").removeprefix("gate.")  # gate: a replaced router
-    return inside.removeprefix("router.")
+    # gate: a replaced router
+    return name.removeprefix(f"{weights.layer_name}.").removeprefix("gate.").removeprefix("router.")
 
 
-def changed_router(weights: LayerWeights, new: NewRouter) -> dict[str, Tensor]:
+def changed_router(weights: LayerWeights, new: NewLayer) -> dict[str, Tensor]:
     """Return every tensor of the new router, in the source's dtypes, by its name within the router."""
-    rows = {
-        short_name(weights, lazy.name): new_rows(lazy, new, name)
-        for name, lazy in routers_of(weights).items()
-    }
-    return rows | {
-        short_name(weights, state.tensor.name): new_state(weights, state, new)
-        for state in weights.router_state
-    }
+    values = {lazy.name: new_rows(lazy, new, name) for name, lazy in routers_of(weights).items()}
+    values |= {state.tensor.name: new_state(weights, state, new) for state in weights.router_state}
+    return {short_name(weights, name): value for name, value in values.items()}
 
 
-def new_rows(lazy: LazyTensor, new: NewRouter, field_name: str) -> Tensor:
-    value, rows = new.values.get(field_name), lazy.read()
-    return rows[list(new.leaders)] if value is None else value.detach().to(rows.dtype)
+def new_rows(lazy: LazyTensor, new: NewLayer, field_name: str) -> Tensor:
+    value, rows = getattr(new, field_name), lazy.read()
+    return rows[list(new.leaders or new.sources)] if value is None else value.detach().to(rows.dtype)
 
 
-def new_state(weights: LayerWeights, state: RouterState, new: NewRouter) -> Tensor:
+def new_state(weights: LayerWeights, state: RouterState, new: NewLayer) -> Tensor:
     stored = state.tensor.read()
-    value = new.values.get(short_name(weights, state.tensor.name))
+    value = new.state.get(short_name(weights, state.tensor.name))
     if value is not None:
         return value.detach().to(stored.dtype)
     if state.kind == "experts":
-        return stored.reshape(weights.n_experts, -1, *stored.shape[1:])[list(new.leaders)].flatten(0, 1)
-    return remap_hash_table(stored, new.groups, weights.n_experts) if state.kind == "table" else stored
+        parts = stored.reshape(weights.n_experts, -1, *stored.shape[1:])
+        return parts[list(new.leaders or new.sources)].flatten(0, 1)
+    groups = new.groups or [(expert,) for expert in new.sources]
+    return remap_hash_table(stored, groups) if state.kind == "table" else stored
 
 
 def state_shape(weights: LayerWeights, state: RouterState, count: int) -> tuple[int, ...]:
@@ -450,7 +386,7 @@ def state_shape(weights: LayerWeights, state: RouterState, count: int) -> tuple[
     return (shape[0] // weights.n_experts * count, *shape[1:]) if state.kind == "experts" else shape
 
 
-def remap_hash_table(table_VK: Tensor, groups: Sequence[Sequence[int]], n_experts: int) -> Tensor:
+def remap_hash_table(table_VK: Tensor, groups: Sequence[Sequence[int]]) -> Tensor:
     """Renumber a table of experts by token id: a group has the tokens of all its members.
 
     Tokens of removed experts go to the others in turn, by token id, skipping experts that the token already
@@ -458,18 +394,13 @@ def remap_hash_table(table_VK: Tensor, groups: Sequence[Sequence[int]], n_expert
     """
     import torch
 
-    place_E = torch.full((n_experts,), -1, dtype=table_VK.dtype)
-    for place, group in enumerate(groups):
-        place_E[list(group)] = place
-    table = place_E[table_VK.long()]
-    turn, rows = 0, table.tolist()
+    place_of = {expert: place for place, group in enumerate(groups) for expert in group}
+    turn, rows = 0, [[place_of.get(expert, -1) for expert in row] for row in table_VK.tolist()]
     for row in rows:
-        for slot, expert in enumerate(row):
-            if expert >= 0:
-                continue
+        for slot in [slot for slot, place in enumerate(row) if place < 0]:
             if not set(range(len(groups))) - set(row):
                 raise ValueError(f"{len(groups)} experts cannot fill {len(row)} slots")
             while turn in row:
                 turn = (turn + 1) % len(groups)
             row[slot], turn = turn, (turn + 1) % len(groups)
-    return torch.tensor(rows, dtype=table_VK.dtype).view(table.shape)
+    return torch.tensor(rows, dtype=table_VK.dtype).view(table_VK.shape)

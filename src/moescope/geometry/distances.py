@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from contextlib import suppress
 from dataclasses import dataclass
+from math import sqrt
 
 import numpy as np
 import torch
@@ -35,19 +36,17 @@ def distance(a: Tensor, b: Tensor) -> Distance:
     relative_l2 is computed from the difference: sqrt(2 - 2 cosine) would lose half of the digits where A and
     B are nearly equal, as two steps of a training are.
     """
-    flat_a, flat_b = a.reshape(-1), b.reshape(-1)
-    sums = torch.zeros(3, dtype=torch.float64, device=a.device)
-    for start in range(0, len(flat_a), CHUNK):
-        x, y = flat_a[start : start + CHUNK].double(), flat_b[start : start + CHUNK].double()
+    parts = list(zip(*(torch.split(matrix.reshape(-1), CHUNK) for matrix in (a, b)), strict=True))
+    sums, square = (torch.zeros(size, dtype=torch.float64, device=a.device) for size in ((3,), ()))
+    for part_a, part_b in parts:
+        x, y = part_a.double(), part_b.double()
         sums += torch.stack([x @ x, y @ y, x @ y])
     square_a, square_b, inner = sums.tolist()
-    if square_a == 0 or square_b == 0:
-        return Distance(np.nan, np.nan, np.sqrt(square_b / square_a) if square_a else np.nan)
-    norm_a, norm_b = float(np.sqrt(square_a)), float(np.sqrt(square_b))
-    square = torch.zeros((), dtype=torch.float64, device=a.device)
-    for start in range(0, len(flat_a), CHUNK):
-        x, y = flat_a[start : start + CHUNK].double(), flat_b[start : start + CHUNK].double()
-        difference = x / norm_a - y / norm_b
+    norm_a, norm_b = sqrt(square_a), sqrt(square_b)
+    if norm_a == 0 or norm_b == 0:
+        return Distance(np.nan, np.nan, norm_b / norm_a if norm_a else np.nan)
+    for part_a, part_b in parts:
+        difference = part_a.double() / norm_a - part_b.double() / norm_b
         square += difference @ difference
     return Distance(square.sqrt().item(), inner / (norm_a * norm_b), norm_b / norm_a)
 
@@ -102,8 +101,8 @@ def sv_alignment(a: PolarFactor, b: PolarFactor) -> float:
     """
     if a.rank == 0 or b.rank == 0:
         return float("nan")
-    inner = float((a.matrix * b.matrix).sum(dim=1, dtype=torch.float64).sum().item())
-    return inner / float(np.sqrt(a.rank * b.rank))
+    inner = (a.matrix * b.matrix).sum(dim=1, dtype=torch.float64).sum().item()
+    return inner / sqrt(a.rank * b.rank)
 
 
 def by_eigenvectors(weight: Tensor, bits: int) -> PolarFactor:

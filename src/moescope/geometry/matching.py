@@ -21,11 +21,13 @@ import torch
 from scipy.optimize import linear_sum_assignment
 from torch import Tensor
 
-from moescope.errors import BadInput, unknown_name
+from moescope.arguments import names
+from moescope.errors import BadInput
 from moescope.geometry.distances import PolarFactor, distance, sv_alignment
 from moescope.types import ExpertWeights
 
-PROJECTIONS = ("gate", "up", "down")
+FIELDS = {"gate": "gate_FD", "up": "up_FD", "down": "down_DF"}  # of ExpertWeights
+PROJECTIONS = tuple(FIELDS)
 UNRELATED_L2 = sqrt(2)
 FITTED_NEURONS = (256, 512, 1024)  # blocks of experts with more neurons, see matched_chance
 ROUNDS = 3  # of a rotation
@@ -45,23 +47,15 @@ class Matching:
         sign = torch.from_numpy(self.sign_F).to(matrix)
         if name == "gate":
             return matrix[order]
-        if name == "up":
-            return matrix[order] * sign[:, None]
-        if name == "down":
-            return matrix[:, order] * sign
-        raise unknown_name("projection", name, list(PROJECTIONS))
+        return matrix[order] * sign[:, None] if name == "up" else matrix[:, order] * sign
 
     def apply(self, member: ExpertWeights) -> ExpertWeights:
         """Return the same function with its neurons in the dominant's order; the bias of down stays."""
         order = torch.from_numpy(self.order_F).to(member.gate_FD.device)
-        return ExpertWeights(
-            self.projection("gate", member.gate_FD),
-            self.projection("down", member.down_DF),
-            None if member.up_FD is None else self.projection("up", member.up_FD),
-            None if member.gate_bias_F is None else member.gate_bias_F[order],
-            None if member.up_bias_F is None else member.up_bias_F[order],
-            member.down_bias_D,
-        )
+        moved = {FIELDS[name]: self.projection(name, part) for name, part in projections_of(member).items()}
+        biases = {"gate_bias_F": member.gate_bias_F, "up_bias_F": member.up_bias_F}
+        moved |= {name: bias[order] for name, bias in biases.items() if bias is not None}
+        return replace(member, **moved)
 
 
 def match_neurons(
@@ -81,11 +75,7 @@ def match_neurons(
     The assignment is exact (Jonker-Volgenant, scipy). It finds an order for unrelated experts too: compare
     the remaining distance with `matched_chance`.
     """
-    for name in projections:
-        if name not in PROJECTIONS:
-            raise unknown_name("projection", name, list(PROJECTIONS))
-    if not projections:
-        raise BadInput(f"no projection to match by; known: {', '.join(PROJECTIONS)}")
+    projections = names("projection", projections, PROJECTIONS)
     if dominant.gate_FD.shape != member.gate_FD.shape or dominant.down_DF.shape != member.down_DF.shape:
         raise BadInput(
             f"cannot match neurons of experts of shapes {tuple(dominant.gate_FD.shape)} and "
@@ -95,10 +85,12 @@ def match_neurons(
     neurons = dominant.gate_FD.shape[0]
     fixed_FF = torch.zeros(neurons, neurons, device=device)
     flipped_FF = torch.zeros(neurons, neurons, device=device)
-    for name in projections:
-        rows = [unit_neurons(expert, name, device) for expert in (dominant, member)]
-        if rows[0] is not None and rows[1] is not None:
-            (fixed_FF if name == "gate" else flipped_FF).addmm_(rows[0], rows[1].T)
+    a, b = projections_of(dominant), projections_of(member)
+    for name in (name for name in projections if name in a and name in b):
+        rows = [(part.T if name == "down" else part).to(device, torch.float32) for part in (a[name], b[name])]
+        norms = [torch.linalg.vector_norm(part, dtype=torch.float64).item() for part in rows]
+        ours, theirs = (part / (norm or 1.0) for part, norm in zip(rows, norms, strict=True))
+        (fixed_FF if name == "gate" else flipped_FF).addmm_(ours, theirs.T)
     score_FF = (fixed_FF + (flipped_FF.abs() if signed else flipped_FF)).cpu().numpy()
     if not np.isfinite(score_FF).all():
         raise BadInput(
@@ -117,19 +109,10 @@ def can_flip(expert: ExpertWeights) -> bool:
     return expert.up_FD is not None and all(bias is None for bias in biases)
 
 
-def projection_matrix(expert: ExpertWeights, name: str) -> Tensor | None:
-    """The expert's matrix of that name; None where it has none."""
-    return {"gate": expert.gate_FD, "up": expert.up_FD, "down": expert.down_DF}[name]
-
-
-def unit_neurons(expert: ExpertWeights, name: str, device: str) -> Tensor | None:
-    """One projection with one row per neuron, at unit Frobenius norm; zeros stay zeros."""
-    matrix = projection_matrix(expert, name)
-    if matrix is None:
-        return None
-    rows = (matrix.T if name == "down" else matrix).to(device, torch.float32)
-    norm = torch.linalg.vector_norm(rows, dtype=torch.float64).item()
-    return rows / norm if norm > 0 else rows
+def projections_of(expert: ExpertWeights) -> dict[str, Tensor]:
+    """The expert's matrices by name."""
+    parts = {name: getattr(expert, part) for name, part in FIELDS.items()}
+    return {name: matrix for name, matrix in parts.items() if matrix is not None}
 
 
 # --- chance
@@ -162,30 +145,28 @@ def matched_chance(
     Beyond 1,024 neurons matching is done within random blocks of 256, 512 and 1,024; the squares of cosine
     and R grow linearly in the log of the block, as the extreme values of a Gaussian do, and are extrapolated.
     """
-    names = [name for name in PROJECTIONS if projection_matrix(dominant, name) is not None]
-    scored = tuple(name for name in projections if name in names)
-    neurons = len(dominant.gate_FD)
+    ours, theirs = projections_of(dominant), projections_of(member)
+    scored = tuple(name for name in projections if name in ours)
+    neurons, width = dominant.gate_FD.shape
     sizes = (neurons,) if neurons <= FITTED_NEURONS[-1] else FITTED_NEURONS
     draws = min(max(2 * FITTED_NEURONS[-1] // neurons, 1), 32)  # small experts vary more
     samples: dict[tuple[str, int], list[tuple[float, float]]] = {}
     for draw in range(draws):
         random = np.random.default_rng((seed, draw))
-        rotations = {name: Rotation.draw(dominant.gate_FD.shape[1], random) for name in scored}
-        turned = rotated(member, rotations)
+        rotations = {name: Rotation(width, random) for name in scored}
+        turned = {name: rotations[name].turn(name, theirs[name]) for name in scored}
+        rotated = replace(member, **{FIELDS[name]: matrix for name, matrix in turned.items()})
         for size in sizes:
-            matching = match_in_blocks(dominant, turned, signed, scored, size, random, device)
+            matching = match_in_blocks(dominant, rotated, signed, scored, size, random, device)
             for name in scored:
-                a, b = projection_matrix(dominant, name), projection_matrix(turned, name)
-                assert a is not None
-                assert b is not None
                 aligned = float("nan")
                 if name in factors[0]:
                     factor = factors[1][name]
-                    basis = matching.projection(name, rotate_projection(name, factor.matrix, rotations[name]))
+                    basis = matching.projection(name, rotations[name].turn(name, factor.matrix))
                     aligned = sv_alignment(factors[0][name], PolarFactor(basis, factor.rank))
-                cosine = distance(a.float(), matching.projection(name, b)).cosine
+                cosine = distance(ours[name].float(), matching.projection(name, turned[name])).cosine
                 samples.setdefault((name, size), []).append((cosine, aligned))
-    chance = dict.fromkeys(names, Chance(UNRELATED_L2, 0.0))
+    chance = dict.fromkeys(ours, Chance(UNRELATED_L2, 0.0))
     for name in scored:
         means = np.array([np.mean(samples[name, size], axis=0) for size in sizes])
         cosine, aligned = means[0]
@@ -200,7 +181,6 @@ def matched_chance(
     return chance
 
 
-@dataclass(frozen=True)
 class Rotation:
     """A random rotation of D dimensions that takes D log D steps per vector.
 
@@ -208,14 +188,9 @@ class Rotation:
     phase, Fourier transform. Every round is orthogonal; of an odd number one coordinate waits.
     """
 
-    orders_KD: Tensor
-    phases_KD: Tensor
-
-    @classmethod
-    def draw(cls, width: int, random: np.random.Generator) -> Rotation:
-        orders = [random.permutation(width) for _ in range(ROUNDS)]
-        phases = random.uniform(0, 2 * pi, (ROUNDS, width // 2))
-        return cls(torch.from_numpy(np.stack(orders)), torch.from_numpy(phases).float())
+    def __init__(self, width: int, random: np.random.Generator):
+        self.orders_KD = torch.from_numpy(np.stack([random.permutation(width) for _ in range(ROUNDS)]))
+        self.phases_KD = torch.from_numpy(random.uniform(0, 2 * pi, (ROUNDS, width // 2))).float()
 
     def __call__(self, rows_ND: Tensor) -> Tensor:
         rows = rows_ND.to(torch.float32)
@@ -227,24 +202,9 @@ class Rotation:
             rows = torch.cat([torch.view_as_real(turned).flatten(1), rows[:, even:]], 1)
         return rows
 
-
-def rotate_projection(name: str, matrix: Tensor, rotation: Rotation) -> Tensor:
-    """One projection with its d_model rotated: rows of gate and up, columns of down."""
-    return rotation(matrix.T).T if name == "down" else rotation(matrix)
-
-
-def rotated(expert: ExpertWeights, rotations: Mapping[str, Rotation]) -> ExpertWeights:
-    """The expert with those projections rotated."""
-
-    def turn(name: str, matrix: Tensor) -> Tensor:
-        return rotate_projection(name, matrix, rotations[name]) if name in rotations else matrix
-
-    return replace(
-        expert,
-        gate_FD=turn("gate", expert.gate_FD),
-        up_FD=None if expert.up_FD is None else turn("up", expert.up_FD),
-        down_DF=turn("down", expert.down_DF),
-    )
+    def turn(self, name: str, matrix: Tensor) -> Tensor:
+        """One projection with its d_model rotated: rows of gate and up, columns of down."""
+        return self(matrix.T).T if name == "down" else self(matrix)
 
 
 def match_in_blocks(
@@ -260,21 +220,15 @@ def match_in_blocks(
     neurons = len(dominant.gate_FD)
     if size >= neurons:
         return match_neurons(dominant, member, signed, projections, device)
-    order, sign = np.empty(neurons, np.int64), np.empty(neurons, np.int8)
+
+    def part_of(expert: ExpertWeights, chosen: npt.NDArray[np.int64]) -> ExpertWeights:
+        return Matching(chosen, np.ones(len(chosen), np.int8), 0.0).apply(expert)
+
+    order, sign, score = np.empty(neurons, np.int64), np.empty(neurons, np.int8), 0.0
     parts = -(-neurons // size)
-    score = 0.0
-    for ours, theirs in zip(
-        *(np.array_split(random.permutation(neurons), parts) for _ in range(2)), strict=True
-    ):
-        part = match_neurons(
-            take_neurons(dominant, ours), take_neurons(member, theirs), signed, projections, device
-        )
+    blocks = (np.array_split(random.permutation(neurons), parts) for _ in range(2))
+    for ours, theirs in zip(*blocks, strict=True):
+        part = match_neurons(part_of(dominant, ours), part_of(member, theirs), signed, projections, device)
         order[ours], sign[ours] = theirs[part.order_F], part.sign_F
         score += part.score
     return Matching(order, sign, score / parts)
-
-
-def take_neurons(expert: ExpertWeights, neurons: npt.NDArray[np.int64]) -> ExpertWeights:
-    """The expert with these neurons only."""
-    signs = np.ones(len(neurons), np.int8)
-    return Matching(neurons.astype(np.int64), signs, 0.0).apply(expert)

@@ -8,25 +8,27 @@ from __future__ import annotations
 
 import math
 import shlex
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor
 
+from moescope.arguments import number_ranges
 from moescope.decoder.model import LabModel
 from moescope.errors import BadInput, unknown_name
 from moescope.execution.adapters import Block, find_blocks
 from moescope.execution.lab_models import lab_blocks
-from moescope.intervention import expert_changes, router_changes
-from moescope.intervention.editing import Context, Edit, Options
-from moescope.intervention.expert_changes import mean_outputs
-from moescope.intervention.router_changes import VIEWS, experts_per_token, has_logits
+from moescope.intervention import kinds
+from moescope.intervention.editing import Context, Edit
 
 Value = float | int | str | bool
 MANY = 2**31
 WORDS = {"yes": True, "true": True, "no": False, "false": False}
+NAMED = {bool: "yes or no", int: "a whole number", float: "a number", str: "a word"}
 
 
 @dataclass(frozen=True)
@@ -41,32 +43,22 @@ class Setting:
     most: float = math.inf
     choices: tuple[str, ...] = ()
 
-    @property
-    def type(self) -> type:
-        return self.kind if self.default is None else type(self.default)
-
     def read(self, value: Any, where: str) -> Value:
         """Return the value in the setting's type; raise where it is none of that type or out of range."""
-        read: Any = WORDS.get(str(value).lower()) if self.type is bool else value
+        kind = self.kind if self.default is None else type(self.default)
         try:
-            read = self.type(read) if read is not None else None
-        except ValueError:
-            read = None
-        if self.type is int and isinstance(value, float) and value != read:
-            read = None
-        number = isinstance(read, int | float) and self.type is not bool
-        if read is None or (number and not (math.isfinite(read) and self.least <= read <= self.most)):
-            raise BadInput(f"{where}: {self.name} is {value!r}; give {self.valid()}")
+            read: Any = WORDS[str(value).lower()] if kind is bool else kind(value)
+        except (KeyError, ValueError, OverflowError):
+            read = math.nan
+        if kind is int and isinstance(value, float) and value != read:
+            read = math.nan
+        if not isinstance(read, str) and not (self.least <= read <= self.most and abs(read) < math.inf):
+            least = f" at least {self.least:g}" if self.least > -math.inf else ""
+            most = f" at most {self.most:g}" if self.most < math.inf else ""
+            raise BadInput(f"{where}: {self.name} is {value!r}; give {NAMED[kind]}{least}{most}")
         if self.choices and read not in self.choices:
             raise unknown_name(f"{self.name} of {where}", read, list(self.choices))
         return read
-
-    def valid(self) -> str:
-        if self.type is bool:
-            return "yes or no"
-        words = "a whole number" if self.type is int else "a number" if self.type is float else "a word"
-        limits = [f"at least {self.least:g}"] if self.least > -math.inf else []
-        return " ".join([words, *limits, *([f"at most {self.most:g}"] if self.most < math.inf else [])])
 
 
 @dataclass(frozen=True)
@@ -76,20 +68,12 @@ class Intervention:
     name: str
     changes: str  # what changes, in one line
     reference: str
-    apply: Callable[[Edit, Sequence[int], Options, Context], None]
+    apply: kinds.Apply
     settings: tuple[Setting, ...] = ()
     experts: tuple[int, int] = (1, MANY)  # how many experts a change names, at least and at most
-    # what a block must have: "rows" (one router row per expert), "logits", "top_k" (a number of experts)
-    needs: tuple[str, ...] = ()
+    needs: tuple[str, ...] = ()  # what a block must have, of NEEDS
     needs_calibration: bool = False  # `means` must be given
     excludes: tuple[str, ...] = ()  # that cannot be done in the same layer
-
-    def setting(self, name: str) -> Setting:
-        for setting in self.settings:
-            if setting.name == name:
-                return setting
-        known = ", ".join(setting.name for setting in self.settings) or "none"
-        raise BadInput(f"{self.name} has no option {name!r}; its options: {known}")
 
 
 @dataclass(frozen=True)
@@ -102,20 +86,22 @@ class Change:
     options: Mapping[str, Value] = field(default_factory=dict, hash=False)
 
     def __post_init__(self) -> None:
-        record = self.record
-        for name in self.options:
-            record.setting(name)
-        values = {}
-        for setting in record.settings:
-            value = self.options.get(setting.name, setting.default)
+        settings = {setting.name: setting for setting in self.record.settings}
+        values: dict[str, Value] = {}
+        if unknown := [name for name in self.options if name not in settings]:
+            raise BadInput(
+                f"{self.name} has no option {unknown[0]!r}; its options: {', '.join(settings) or 'none'}"
+            )
+        for name, setting in settings.items():
+            value = self.options.get(name, setting.default)
             if value is None:
-                raise BadInput(f"{self.name}: give {setting.name}=, {setting.meaning}")
-            values[setting.name] = setting.read(value, self.name)
+                raise BadInput(f"{self.name}: give {name}=, {setting.meaning}")
+            values[name] = setting.read(value, self.name)
         object.__setattr__(self, "options", values)
         for name, numbers in (("layer", self.layers), ("expert", self.experts)):
             if len(set(numbers)) < len(numbers):
                 raise BadInput(f"{self.name}: {name} {listed(numbers)} names one twice; name each once")
-        least, most = record.experts
+        least, most = self.record.experts
         if not least <= len(self.experts) <= most:
             wanted = f"{least} or more" if most == MANY else str(least) if least == most else f"up to {most}"
             raise BadInput(
@@ -125,36 +111,29 @@ class Change:
 
     @property
     def record(self) -> Intervention:
-        for record in INTERVENTIONS:
-            if record.name == self.name:
-                return record
-        raise unknown_name("intervention", self.name, [record.name for record in INTERVENTIONS])
+        records = {record.name: record for record in INTERVENTIONS}
+        if self.name not in records:
+            raise unknown_name("intervention", self.name, list(records))
+        return records[self.name]
 
     @property
     def label(self) -> str:
         """The change as text; `parse_change` gives the change back."""
-        parts = [f"layer={listed(self.layers)}"] if self.layers else []
-        parts += [f"expert={listed(self.experts)}"] if self.experts else []
-        parts.append(self.name)
-        for setting in self.record.settings:
-            value = self.options[setting.name]
-            if value != setting.default:
-                parts.append(shlex.quote(f"{setting.name}={'yes' if value is True else written(value)}"))
-        return " ".join(parts)
+        places = [("layer", self.layers), ("expert", self.experts)]
+        words = [f"{name}={listed(numbers)}" for name, numbers in places if numbers]
+        options = [
+            shlex.quote(f"{setting.name}={'yes' if value is True else value}")
+            for setting in self.record.settings
+            if (value := self.options[setting.name]) != setting.default
+        ]
+        return " ".join([*words, self.name, *options])
 
     def layers_of(self, blocks: Mapping[int, Block]) -> list[int]:
         return list(self.layers or blocks)
 
-    def experts_of(self, block: Block) -> list[int]:
-        return list(self.experts or range(block.n_experts))
 
-
-def listed(numbers: Sequence[int]) -> str:
+def listed(numbers: Iterable[int]) -> str:
     return ",".join(map(str, numbers))
-
-
-def written(value: Value) -> str:
-    return ("yes" if value else "no") if isinstance(value, bool) else str(value)
 
 
 def parse_change(text: str) -> Change:
@@ -166,44 +145,35 @@ def parse_change(text: str) -> Change:
     known = [record.name for record in INTERVENTIONS]
     names = [word for word in words if word in known]
     if len(names) != 1:
-        plain = [word for word in words if "=" not in word]
-        if not names and plain:
+        if not names and (plain := [word for word in words if "=" not in word]):
             raise unknown_name("intervention", plain[0], known)
         raise BadInput(
             f"change {text!r} names {len(names)} interventions; write it as 'layer=1 expert=3 ablate', "
             f"with one of {', '.join(known)}"
         )
-    places: dict[str, tuple[int, ...]] = {}
-    options: dict[str, str] = {}
+    places: dict[str, tuple[int, ...]] = {"layer": (), "expert": ()}
+    options: dict[str, Value] = {}
     for word in words:
         key, equals, value = word.partition("=")
-        if word == names[0]:
-            continue
-        if word in ("layer", "expert"):
+        if word in places:
             raise BadInput(f"change {text!r}: {word} has no number; write {word}=3, without spaces")
-        if not equals:
-            options[key] = "yes"  # a bare word switches an option on
-        elif key in ("layer", "expert"):
-            places[key] = numbers(value, f"change {text!r}: {key}")
-        else:
-            options[key] = value
-    return Change(names[0], places.get("layer", ()), places.get("expert", ()), options)
-
-
-def numbers(text: str, where: str) -> tuple[int, ...]:
-    """Return the numbers of "3", "0,2" or "0-3"; of "all", none, which stands for all."""
-    if text == "all":
-        return ()
-    found: list[int] = []
-    for part in text.split(","):
-        first, dash, last = part.partition("-")
-        if not first.isdecimal() or (dash and not last.isdecimal()) or len(part) > 20:
-            raise BadInput(f"{where} is {text!r}; give numbers such as 3, 0,2 or 0-3")
-        found += range(int(first), int(last if dash else first) + 1)
-    return tuple(found)
+        if key in places:
+            places[key] = () if value == "all" else tuple(number_ranges(value, f"change {text!r}: {key}"))
+        elif word != names[0]:
+            options[key] = value if equals else "yes"  # a bare word switches an option on
+    return Change(names[0], places["layer"], places["expert"], options)
 
 
 # --- checks
+
+NEEDS = {  # of a router -> what it is called, and whether a block's has it
+    "logits": ("logits", kinds.has_logits),
+    "rows": ("row per expert", lambda block: block.rows_ED is not None),
+    "top_k": (
+        "number of experts per token that can change",
+        lambda block: kinds.experts_per_token(block) is not None,
+    ),
+}
 
 
 def check_changes(changes: Sequence[Change], blocks: Mapping[int, Block]) -> None:
@@ -222,45 +192,47 @@ def prepared(changes: Sequence[Change], context: Context) -> dict[int, Edit]:
             if layer not in blocks:
                 raise BadInput(f"{change.label}: no MoE layer {layer}; MoE layers: {listed(sorted(blocks))}")
             check_block(change, blocks[layer])
-            edit = edits.setdefault(layer, Edit(blocks[layer]))
-            change.record.apply(edit, change.experts, change.options, context)
+            edits.setdefault(layer, Edit(blocks[layer]))
+            change.record.apply(edits[layer], change.experts, change.options, context)
     return edits
 
 
 def check_block(change: Change, block: Block) -> None:
-    for expert in change.experts:
-        if expert >= block.n_experts:
+    if unknown := [expert for expert in change.experts if expert >= block.n_experts]:
+        raise BadInput(
+            f"{change.label}: layer {block.layer} has experts 0 to {block.n_experts - 1}, "
+            f"not {unknown[0]}; give one of them"
+        )
+    for name, has in (NEEDS[need] for need in change.record.needs):
+        if not has(block):
             raise BadInput(
-                f"{change.label}: layer {block.layer} has experts 0 to {block.n_experts - 1}, "
-                f"not {expert}; give one of them"
-            )
-    has = {
-        "logits": has_logits(block),
-        "rows": block.rows_ED is not None,
-        "top_k": experts_per_token(block) is not None,
-    }
-    for need in change.record.needs:
-        if not has[need]:
-            raise BadInput(
-                f"{change.label}: the router of layer {block.layer} has no {NEEDS[need]}, so {change.name} "
+                f"{change.label}: the router of layer {block.layer} has no {name}, so {change.name} "
                 "cannot be applied to it; use another intervention"
             )
-
-
-NEEDS = {"logits": "logits", "rows": "row per expert", "top_k": "number of experts per token that can change"}
 
 
 def check_pair(first: Change, second: Change, blocks: Mapping[int, Block]) -> None:
     """Raise where two changes of one layer exclude each other."""
     shared = sorted(set(first.layers_of(blocks)) & set(second.layers_of(blocks)))
-    if not shared:
-        return
     excluded = second.name in first.record.excludes or first.name in second.record.excludes
-    on_experts = first.experts and second.experts
-    if excluded and (not on_experts or set(first.experts) & set(second.experts)):
+    apart = first.experts and second.experts and not set(first.experts) & set(second.experts)
+    if shared and excluded and not apart:
         raise BadInput(
             f"{first.label!r} and {second.label!r} exclude each other in layer {shared[0]}; give one of them"
         )
+
+
+def need_means(changes: Iterable[Change], blocks: Mapping[int, Block]) -> list[tuple[int, int]]:
+    """Return layer and number of the experts whose mean output replaces them."""
+    return sorted(
+        {
+            (layer, expert)
+            for change in changes
+            if change.record.needs_calibration
+            for layer in change.layers_of(blocks)
+            for expert in change.experts
+        }
+    )
 
 
 # --- making changes
@@ -276,8 +248,8 @@ def changed(
 ) -> Iterator[None]:
     """Make the changes in these blocks until the end of the context; afterwards all is as before.
 
-    `means` holds the mean output per layer and expert, which `mean` puts in the expert's place
-    (`mean_outputs`). `seed` is for the changes that draw at random.
+    `means` holds the mean output per layer and expert, which `mean` puts in the expert's place. `seed` is for
+    the changes that draw at random.
     """
     with carried_out(prepared(changes, Context(blocks, means or {}, seed))):
         yield
@@ -315,27 +287,24 @@ def modified(
     ...     model.generate(**inputs)
     """
     changes = [parse_change(one) if isinstance(one, str) else one for one in settings]
-    found = lab_blocks(model) if isinstance(model, LabModel) else find_blocks(model)
-    blocks = {block.layer: block for block in found}
+    find = lab_blocks if isinstance(model, LabModel) else find_blocks
+    blocks = {block.layer: block for block in find(model)}
     check_changes(changes, blocks)
-    wanted = [
-        (layer, expert)
-        for change in changes
-        if change.record.needs_calibration
-        for layer in change.layers_of(blocks)
-        for expert in change.experts
-    ]
-    means = {}
-    if wanted:
-        means = mean_outputs(blocks, wanted, lambda: [model(ids.reshape(1, -1)) for ids in text])
+    outputs = kinds.MeanOutputs(need_means(changes, blocks))
+    if outputs.counts:
+        edits = {layer: Edit(blocks[layer], see=outputs.see) for layer, _ in outputs.counts}
+        with carried_out(edits), torch.no_grad():
+            for ids in text:
+                model(ids.reshape(1, -1))
+    means = {key: mean_D for key, mean_D in outputs.means.items() if outputs.counts[key]}
     with changed(blocks, changes, means=means, seed=seed):
         yield
 
 
 # --- the interventions
 
-ANY_EXPERTS, NO_EXPERTS = (0, MANY), (0, 0)
-VIEW = Setting("view", "expert matrix whose right singular vectors are used", "gate", choices=VIEWS)
+NO_EXPERTS = (0, 0)
+VIEW = Setting("view", "expert matrix whose right singular vectors are used", "gate", choices=kinds.VIEWS)
 K = Setting("k", "number of leading right singular vectors", 1, least=1)
 STRENGTH = Setting(
     "strength", "s: 1 removes the component, 2 reverses it, the published Mixtral runs used 10", 1.0
@@ -343,191 +312,156 @@ STRENGTH = Setting(
 RESTORE = Setting("restore_norm", "give the row its old norm again", False)
 DRAW = Setting("draw", "number of the random draw", 0, least=0)
 OF_ROWS = ("project_out", "project_onto", "random_direction", "other_expert", "replace", "hijack")
+MATCH = Setting("match", "what the control has in common", "rank", choices=("rank", "change"))
+STEP = Setting("step", "distance to the other expert: number i uses i + step", 1, least=1)
+# of all experts, unless some are named
+row_change = partial(Intervention, experts=(0, MANY), needs=("rows",))
 
 INTERVENTIONS: tuple[Intervention, ...] = (
     Intervention(
-        name="ablate",
-        changes="the expert's output is zero; the other gates stay",
-        reference="causal ablation",
-        apply=expert_changes.ablate,
+        "ablate", "the expert's output is zero; the other gates stay", "causal ablation", kinds.ablate
     ),
     Intervention(
-        name="mean",
-        changes="the expert's output is its mean over the calibration tokens that choose it, times the gate",
-        reference="MoNE",
-        apply=expert_changes.mean,
+        "mean",
+        "the expert's output is its mean over the calibration tokens that choose it, times the gate",
+        "MoNE",
+        kinds.mean,
         needs_calibration=True,
         excludes=("ablate",),
     ),
     Intervention(
-        name="skip",
-        changes="the expert is masked before top-k; the model's gate rule is applied to what remains",
-        reference="route-around",
-        apply=router_changes.skip,
+        "skip",
+        "the expert is masked before top-k; the model's gate rule is applied to what remains",
+        "route-around",
+        kinds.skip,
         needs=("logits",),
     ),
     Intervention(
-        name="force",
-        changes=(
-            "the expert's logit is just above the largest, or just below the smallest with off; where the "
-            "model has a bias for choosing, that bias is, and gates stay"
-        ),
-        reference="SteerMoE",
-        apply=router_changes.force,
-        settings=(Setting("off", "below all others instead of above", False),),
+        "force",
+        "the expert's logit is just above the largest, or just below the smallest with off; where the "
+        "model has a bias for choosing, that bias is, and gates stay",
+        "SteerMoE",
+        kinds.force,
+        (Setting("off", "below all others instead of above", False),),
         needs=("logits",),
         excludes=("force", "skip", "bias"),
     ),
     Intervention(
-        name="bias",
-        changes=(
-            "the score that selects the expert is shifted: the logit, and gates follow; where the model has "
-            "a bias for choosing, that bias, and gates stay"
-        ),
-        reference="SteerMoE, heretic",
-        apply=router_changes.bias,
-        settings=(Setting("by", "what is added to the score", kind=float),),
+        "bias",
+        "the score that selects the expert is shifted: the logit, and gates follow; where the model has "
+        "a bias for choosing, that bias, and gates stay",
+        "SteerMoE, heretic",
+        kinds.bias,
+        (Setting("by", "what is added to the score", kind=float),),
         needs=("logits",),
     ),
     Intervention(
-        name="swap",
-        changes="two experts change places; the router's rows stay",
-        reference="sanity check",
-        apply=expert_changes.swap,
+        "swap",
+        "two experts change places; the router's rows stay",
+        "sanity check",
+        kinds.swap,
         experts=(2, 2),
     ),
     Intervention(
-        name="transplant",
-        changes="the expert, its router row or both are those of another expert, layer or checkpoint",
-        reference="GaleMoE",
-        apply=expert_changes.transplant,
-        settings=(
+        "transplant",
+        "the expert, its router row or both are those of another expert, layer or checkpoint",
+        "GaleMoE",
+        kinds.transplant,
+        (
             Setting("part", "what is replaced", "expert", choices=("expert", "row", "both")),
             Setting("from_layer", "layer of the other expert; -1: the same", -1, least=-1),
             Setting("from_expert", "number of the other expert; -1: the same", -1, least=-1),
             Setting("checkpoint", "where the other expert is; empty: in the same model", ""),
         ),
     ),
-    Intervention(
-        name="project_out",
-        changes="r <- r - s (component of r in the span of its expert's k leading directions)",
-        reference="GaleMoE",
-        apply=router_changes.project_out,
-        settings=(K, STRENGTH, VIEW, RESTORE),
-        experts=ANY_EXPERTS,
-        needs=("rows",),
+    row_change(
+        "project_out",
+        "r <- r - s (component of r in the span of its expert's k leading directions)",
+        "GaleMoE",
+        kinds.project_out,
+        (K, STRENGTH, VIEW, RESTORE),
     ),
-    Intervention(
-        name="project_onto",
-        changes="only the component of r in the span of its expert's k leading directions stays",
-        reference="complement of project_out",
-        apply=router_changes.project_onto,
-        settings=(K, VIEW, RESTORE),
-        experts=ANY_EXPERTS,
-        needs=("rows",),
+    row_change(
+        "project_onto",
+        "only the component of r in the span of its expert's k leading directions stays",
+        "complement of project_out",
+        kinds.project_onto,
+        (K, VIEW, RESTORE),
     ),
-    Intervention(
-        name="random_direction",
-        changes=(
-            "control of project_out: a random k-dimensional subspace (match=rank), or a random direction "
-            "with the same length of change (match=change)"
-        ),
-        reference="GaleMoE (equal rank only)",
-        apply=router_changes.random_direction,
-        settings=(
-            K,
-            STRENGTH,
-            VIEW,
-            RESTORE,
-            Setting("match", "what the control has in common", "rank", choices=("rank", "change")),
-            DRAW,
-        ),
-        experts=ANY_EXPERTS,
-        needs=("rows",),
+    row_change(
+        "random_direction",
+        "control of project_out: a random k-dimensional subspace (match=rank), or a random direction "
+        "with the same length of change (match=change)",
+        "GaleMoE (equal rank only)",
+        kinds.random_direction,
+        (K, STRENGTH, VIEW, RESTORE, MATCH, DRAW),
     ),
-    Intervention(
-        name="other_expert",
-        changes="control of project_out: with the subspace of another expert of the layer",
-        reference="control",
-        apply=router_changes.other_expert,
-        settings=(
-            K,
-            STRENGTH,
-            VIEW,
-            RESTORE,
-            Setting("step", "distance to the other expert: number i uses i + step", 1, least=1),
-        ),
-        experts=ANY_EXPERTS,
-        needs=("rows",),
+    row_change(
+        "other_expert",
+        "control of project_out: with the subspace of another expert of the layer",
+        "control",
+        kinds.other_expert,
+        (K, STRENGTH, VIEW, RESTORE, STEP),
     ),
-    Intervention(
-        name="replace",
-        changes=(
-            "r is the unit sum of sign_j v_j / j over its expert's k leading directions, sign_j that of the "
-            "row's component, orthogonal to the rows before, with its old norm"
-        ),
-        reference="GaleMoE",
-        apply=router_changes.replace_rows,
-        settings=(K, VIEW),
-        experts=ANY_EXPERTS,
-        needs=("rows",),
+    row_change(
+        "replace",
+        "r is the unit sum of sign_j v_j / j over its expert's k leading directions, sign_j that of the "
+        "row's component, orthogonal to the rows before, with its old norm",
+        "GaleMoE",
+        kinds.replace_rows,
+        (K, VIEW),
     ),
-    Intervention(
-        name="hijack",
-        changes=(
-            "the expert's row loses its component; all other rows gain strength times their norm times the "
-            "expert's v_1, oriented along its row"
-        ),
-        reference="GaleMoE",
-        apply=router_changes.hijack,
-        settings=(K, Setting("strength", "S", 1.0), VIEW),
+    row_change(
+        "hijack",
+        "the expert's row loses its component; all other rows gain strength times their norm times the "
+        "expert's v_1, oriented along its row",
+        "GaleMoE",
+        kinds.hijack,
+        (K, Setting("strength", "S", 1.0), VIEW),
         experts=(1, 1),
-        needs=("rows",),
     ),
-    Intervention(
-        name="zero_router",
-        changes="all rows are zero: equal logits, so every token gets the same experts (`experts_taken`)",
-        reference="GaleMoE",
-        apply=router_changes.zero_router,
+    row_change(
+        "zero_router",
+        "all rows are zero: equal logits, so every token gets the same experts",
+        "GaleMoE",
+        kinds.zero_router,
         experts=NO_EXPERTS,
-        needs=("rows",),
         excludes=(*OF_ROWS, "permute_rows", "uniform_router", "transplant", "zero_router"),
     ),
     Intervention(
-        name="uniform_router",
-        changes="each token's logits are permuted at random: uniform choices, gates of unchanged size",
-        reference="control: what zero_router is often taken for",
-        apply=router_changes.uniform_router,
-        settings=(DRAW,),
+        "uniform_router",
+        "each token's logits are permuted at random: uniform choices, gates of unchanged size",
+        "control: what zero_router is often taken for",
+        kinds.uniform_router,
+        (DRAW,),
         experts=NO_EXPERTS,
         needs=("logits", "top_k"),
         excludes=("skip", "force", "bias", "uniform_router"),
     ),
-    Intervention(
-        name="permute_rows",
-        changes="the rows of a layer change places at random, or in a given order",
-        reference="GaleMoE (shuffle)",
-        apply=router_changes.permute_rows,
-        settings=(Setting("order", "numbers of the rows, such as 1,0,2; empty: at random", ""), DRAW),
+    row_change(
+        "permute_rows",
+        "the rows of a layer change places at random, or in a given order",
+        "GaleMoE (shuffle)",
+        kinds.permute_rows,
+        (Setting("order", "numbers of the rows, such as 1,0,2; empty: at random", ""), DRAW),
         experts=NO_EXPERTS,
-        needs=("rows",),
     ),
     Intervention(
-        name="top_k",
-        changes="fewer or more experts per token, gates by the model's rule",
-        reference="llama.cpp users",
-        apply=router_changes.top_k,
-        settings=(Setting("k", "experts per token", least=1),),
+        "top_k",
+        "fewer or more experts per token, gates by the model's rule",
+        "llama.cpp users",
+        kinds.top_k,
+        (Setting("k", "experts per token", least=1),),
         experts=NO_EXPERTS,
         needs=("top_k",),
         excludes=("top_k",),
     ),
     Intervention(
-        name="temperature",
-        changes="logits are divided by t",
-        reference="standard",
-        apply=router_changes.temperature,
-        settings=(Setting("t", "temperature", kind=float, least=1e-6),),
+        "temperature",
+        "logits are divided by t",
+        "standard",
+        kinds.temperature,
+        (Setting("t", "temperature", kind=float, least=1e-6),),
         experts=NO_EXPERTS,
         needs=("logits",),
     ),

@@ -10,8 +10,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
-from functools import partial
-from typing import Any
+from functools import partial, reduce
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -19,13 +19,11 @@ from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
 from moescope.errors import BadInput
-from moescope.execution.adapters import Block, adapter_of
-from moescope.execution.capture import tensors_in
+from moescope.execution.adapters import Block, Decision, adapter_of, tensors_in
 
 FAR = 1e4  # beyond every score and logit of a router, and finite in half precision
 Options = Mapping[str, Any]  # of a change, by name; defaults are filled in
 OnScores = Callable[[Tensor], Tensor]  # [..., E] -> [..., E]
-Output = Callable[[Tensor], Tensor]  # an expert's inputs [S, D] -> its outputs [S, D]
 
 
 @dataclass(frozen=True)
@@ -50,9 +48,11 @@ class Edit:
     skipped: set[int] = field(default_factory=set)
     top_k: int | None = None
     places: list[int] = field(default_factory=list)  # number in the router -> expert that runs
-    outputs: dict[int, Output | None] = field(default_factory=dict)  # expert -> its output; None: zero
+    outputs: dict[int, Tensor | None] = field(default_factory=dict)  # expert -> its output [D]; None: zero
     # contexts in which experts have other weights, entered whenever they run
     weights: list[Callable[[], AbstractContextManager[None]]] = field(default_factory=list)
+    see: Callable[[Block, Decision], None] | None = None  # called with every decision; it may run experts
+    seeing: bool = False
     adjusted: set[str] = field(default_factory=set)  # methods of a lab router that the current pass called
     changed_rows_ED: Tensor | None = None  # computed when the router first runs
     router_input: Tensor | None = None
@@ -61,23 +61,26 @@ class Edit:
     @contextmanager
     def carried_out(self) -> Iterator[None]:
         """Change the block until the end of the context."""
-        block = self.block
-        with ExitStack() as stack:
-            if self.top_k is not None:
-                stack.enter_context(another_top_k(block, self.top_k))
+        block, router = self.block, cast(Any, self.block.router)
+        values: list[tuple[Any, str, Any]] = []
+        for name, functions in self.adjusting.items():
+            values.append((router, name, partial(self.adjust, name, functions)))
+        if self.top_k is not None:
+            values += [(module, "top_k", self.top_k) for module in top_k_owners(block)]
             if block.hands_out:
-                router: Any = block.router
-                for name, functions in self.adjusting.items():
-                    stack.enter_context(attribute(router, name, partial(self.adjust, name, functions)))
-            elif self.selection:
-                run = partial(self.run_block, block.module.forward)
-                stack.enter_context(attribute(block.module, "forward", run))
-            if self.rows or self.logits or self.outputs or self.adjusting:
-                run = partial(self.run_router, block.router.forward)
-                stack.enter_context(attribute(block.router, "forward", run))
-            if self.outputs or self.places or self.weights:
-                run = partial(self.run_experts, block.experts.forward)
-                stack.enter_context(attribute(block.experts, "forward", run))
+                values.append((router, "config", replace(router.config, top_k=self.top_k)))
+        outputs = bool(self.outputs or self.see)
+        forwards = [
+            (block.module, self.run_block, self.selection and not block.hands_out),
+            (block.router, self.run_router, self.rows or self.logits or self.adjusting or outputs),
+            (block.experts, self.run_experts, self.places or self.weights or outputs),
+        ]
+        with ExitStack() as stack:
+            for value in values:
+                stack.enter_context(attribute(*value))
+            for module, run, changes in forwards:
+                if changes:
+                    stack.enter_context(attribute(module, "forward", partial(run, module.forward)))
             yield
 
     @property
@@ -101,19 +104,17 @@ class Edit:
                 f"model type {self.block.model_type!r}: the router of {self.block.where()} computes its "
                 "logits in a way that moescope cannot change; change its experts instead (ablate)"
             )
-        if self.outputs and not self.block.hands_out:
+        if (self.outputs or self.see) and not self.block.hands_out:
             self.router_input = tensors_in((*args, *kwargs.values()))[0]
             self.router_outputs = tensors_in(output)
         return output
 
     def run_block(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """The block's forward with another bias for choosing."""
-        where = self.block.correction_bias
-        assert where is not None
-        module, name = where
+        assert self.block.correction_bias is not None
+        module, name = self.block.correction_bias
         stored: dict[str, Any] = module._parameters if name in module._parameters else module._buffers
         before = stored[name]
-        assert before is not None
         if before.is_meta:
             raise BadInput(
                 f"{self.block.where()}: its bias for choosing is not in memory between calls, so it cannot "
@@ -129,6 +130,8 @@ class Edit:
 
     def run_experts(self, forward: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
         """The experts' forward with other experts, or with other outputs."""
+        if self.seeing:
+            return forward(*args, **kwargs)
         block, adapter = self.block, adapter_of(self.block)
         values = [*args, *kwargs.values()]
         at = [index for index, value in enumerate(values) if isinstance(value, Tensor)]
@@ -140,14 +143,18 @@ class Edit:
             for written in self.weights:
                 stack.enter_context(written())
             output = forward(*values[: len(args)], **dict(zip(kwargs, values[len(args) :], strict=True)))
-        replaced = {expert: run for expert, run in self.outputs.items() if run is not None}
-        if replaced:
+        replaced = {expert: output_D for expert, output_D in self.outputs.items() if output_D is not None}
+        if replaced or self.see:
             seen = replace(block, router_input=self.router_input, router_outputs=self.router_outputs)
             decision = adapter.decide(seen, inputs)
-            for expert, run in replaced.items():
+            if self.see:
+                self.seeing = True
+                self.see(seen, decision)
+                self.seeing = False
+            for expert, output_D in replaced.items():
                 gate_T = torch.where(decision.chosen_TK == expert, decision.gates_TK, 0).sum(-1)
-                added_TD = gate_T[:, None].to(output.dtype) * run(decision.x_TD).to(output.dtype)
-                output = adapter.add(output, added_TD, expert)
+                output_TD = output_D.to(decision.x_TD.device, output.dtype).expand(decision.x_TD.shape)
+                output = adapter.add(output, gate_T[:, None].to(output.dtype) * output_TD, expert)
         return output
 
 
@@ -177,16 +184,13 @@ class ChangedLinear(TorchFunctionMode):
 
 
 def run_all(functions: list[Callable[[Tensor], Tensor]], value: Tensor) -> Tensor:
-    for function in functions:
-        value = function(value)
-    return value
+    return reduce(lambda changed, function: function(changed), functions, value)
 
 
 @contextmanager
 def attribute(owner: Any, name: str, value: Any) -> Iterator[None]:
     """Set an attribute of this object alone; afterwards it is as before, absent where it was the class's."""
-    before = vars(owner).get(name)
-    present = name in vars(owner)
+    present, before = name in vars(owner), vars(owner).get(name)
     object.__setattr__(owner, name, value)
     try:
         yield
@@ -197,21 +201,10 @@ def attribute(owner: Any, name: str, value: Any) -> Iterator[None]:
             object.__delattr__(owner, name)
 
 
-@contextmanager
-def another_top_k(block: Block, top_k: int) -> Iterator[None]:
-    with ExitStack() as stack:
-        if block.hands_out:
-            router: Any = block.router
-            stack.enter_context(attribute(router, "config", replace(router.config, top_k=top_k)))
-        for module in top_k_owners(block):
-            stack.enter_context(attribute(module, "top_k", top_k))
-        yield
-
-
 def top_k_owners(block: Block) -> list[Any]:
     """Return the modules of a block of transformers that hold its number of experts per token."""
     if block.hands_out:
         return []
     inside = set(block.experts.modules())
-    modules = [module for module in block.module.modules() if module not in inside]
+    modules = (module for module in block.module.modules() if module not in inside)
     return [module for module in modules if isinstance(vars(module).get("top_k"), int)]

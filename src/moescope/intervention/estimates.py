@@ -2,82 +2,20 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import numpy as np
 import pandas as pd
 
 from moescope.intervention.tables import ALL, FEW_EXPERTS, TABLES
+from moescope.statistics import FEWEST_PAIRED, LEVEL, false_discovery_rates, jackknife_ratio, one_sided_p
 from moescope.types import Array, Integers
 
-FEWEST = 10  # documents of an interval
 CONTROLS = 4  # experts nearest in load that an expert is compared with
 FEWEST_CONTROLS = 3
+MOST_CHANGES = 12  # that a figure compares
 CHANGE = "change"
+Controls = list[tuple[int, str, list[int]]]
 RANDOM_ROLES = ("random subspace", "random direction")
-LEVEL = 0.05
 MEASURED = ("tokens", "loss", "loss_changed", "kl", "predictions_changed", "choices", "choices_changed")
-
-
-@dataclass(frozen=True)
-class Ratio:
-    """Ratios of sums over documents, one per intervention: value, standard error, degrees of freedom."""
-
-    value: Array
-    error: Array
-    degrees: float
-    documents: int
-
-    def interval(self) -> tuple[Array, Array]:
-        """95 % limits; NaN under 10 documents."""
-        from scipy.special import stdtrit
-
-        if self.documents < FEWEST:
-            return np.full_like(self.value, np.nan), np.full_like(self.value, np.nan)
-        half = stdtrit(self.degrees, 1 - LEVEL / 2) * self.error
-        return self.value - half, self.value + half
-
-
-def jackknife_ratio(sums_XD: Array, tokens_D: Array, domain_D: Integers | None = None) -> Ratio:
-    """Return sum of `sums` / sum of tokens per row, and its error from leaving out one document at a time.
-
-    The variance is the sum over domains of (n - 1)/n times the squared deviations of the domain's n
-    leave-one-out ratios from their mean: which domains are judged is chosen, which documents is chance. The
-    only document of a domain deviates from the whole ratio. Student's t has as many degrees of freedom as
-    effective documents, (Σ tokens)²/Σ tokens² (Kish 1965), minus domains: where few long documents hold most
-    tokens, their number would make intervals too short.
-
-    In 4,000 simulated paired differences with lengths over two orders of magnitude 95 % intervals cover the
-    truth in 94 to 96 % from 20 documents on, also with heavy tails (t with 4 degrees of freedom), and in 95
-    to 97 % with 10. Where differences are skewed (exponential) they cover 0.91 to 0.93 under 100 documents.
-    """
-    used = tokens_D > 0
-    sums, tokens = sums_XD[:, used], tokens_D[used]
-    n, total, sum_X = int(used.sum()), tokens.sum(), sums.sum(1, keepdims=True)
-    if n < 2:
-        value = sum_X[:, 0] / total if n else np.full(len(sums_XD), np.nan)
-        return Ratio(value, np.full(len(value), np.nan), 0.0, n)
-    left_out_XD = (sum_X - sums) / (total - tokens)
-    domains = np.zeros(n, int) if domain_D is None else np.unique(domain_D[used], return_inverse=True)[1]
-    variance_X = np.zeros(len(sums))
-    for domain in range(domains.max() + 1):
-        left_out = left_out_XD[:, domains == domain]
-        m = left_out.shape[1]
-        centre = left_out.mean(1, keepdims=True) if m > 1 else sum_X / total
-        variance_X += (
-            (m - 1) / m * ((left_out - centre) ** 2).sum(1) if m > 1 else (left_out - centre)[:, 0] ** 2
-        )
-    effective = float(total**2 / (tokens**2).sum())
-    return Ratio(sum_X[:, 0] / total, np.sqrt(variance_X), max(effective - domains.max() - 1, 1.0), n)
-
-
-def one_sided_p(value: Array, error: Array, degrees: Array | float) -> Array:
-    """P of a value as large, if the truth were 0; 1 where value and error are 0."""
-    from scipy.special import stdtr
-
-    with np.errstate(divide="ignore", invalid="ignore"):
-        statistic = np.where((value == 0) & (error == 0), -np.inf, value / error)
-    return np.asarray(stdtr(degrees, -statistic))
 
 
 def nearest_in_load(load_E: Array, count: int) -> Integers:
@@ -87,27 +25,28 @@ def nearest_in_load(load_E: Array, count: int) -> Integers:
     return np.argsort(distance, axis=1, kind="stable")[:, : min(count, len(load_E) - 1)]
 
 
-def matched_controls(plan: pd.DataFrame) -> dict[int, dict[str, list[int]]]:
-    """Return intervention -> kind of control -> interventions that are its controls.
+def matched_controls(plan: pd.DataFrame) -> Controls:
+    """Return interventions, each with a kind of control and the interventions that are those controls.
 
     An expert that a sweep changes is compared with the experts of its layer that the same sweep changes and
     whose load on calibration documents is nearest, or with all others where these are few. A projection is
     compared with its own random controls.
     """
-    found: dict[int, dict[str, list[int]]] = {}
     own = plan[plan["of"].notna() & plan["role"].isin(RANDOM_ROLES)]
-    for (of, role), rows in own.groupby(["of", "role"]):
-        found.setdefault(int(of), {})[str(role)] = rows["intervention"].tolist()
+    controls: Controls = [
+        (int(of), str(role), rows["intervention"].tolist())
+        for (of, role), rows in own.groupby(["of", "role"])
+    ]
     single = plan[(plan["role"] == CHANGE) & plan["layer"].notna() & plan["expert"].notna()]
-    single = single[~single["intervention"].isin(found) & single["calibration_load"].notna()]
+    single = single[~single["intervention"].isin(own["of"]) & single["calibration_load"].notna()]
     for _, rows in single.groupby(["name", "layer"]):
         if rows["expert"].duplicated().any() or len(rows) <= FEWEST_CONTROLS:
             continue
         numbers, load_E = rows["intervention"].to_numpy(), rows["calibration_load"].to_numpy(float)
         count = CONTROLS if len(rows) >= FEW_EXPERTS else len(rows) - 1
-        for at, nearest in enumerate(nearest_in_load(load_E, count)):
-            found[int(numbers[at])] = {"load-matched expert": numbers[nearest].tolist()}
-    return found
+        for number, nearest in zip(numbers.tolist(), nearest_in_load(load_E, count), strict=True):
+            controls.append((number, "load-matched expert", numbers[nearest].tolist()))
+    return controls
 
 
 def summarise(documents: pd.DataFrame, plan: pd.DataFrame, routing: pd.DataFrame) -> pd.DataFrame:
@@ -119,7 +58,8 @@ def summarise(documents: pd.DataFrame, plan: pd.DataFrame, routing: pd.DataFrame
     random controls the error also holds their spread over draws, τ² (1 + 1/m) for m draws, because the
     question is whether the change is unlike another draw; of two kinds of random controls the one with the
     larger p counts, so that a claim holds against both. q is Benjamini and Hochberg's, over all
-    interventions for "all", and over all interventions and domains for single domains.
+    interventions for "all", and over all interventions and domains for single domains. claimed is what costs
+    something, and more than its controls.
 
     Parameters
     ----------
@@ -130,8 +70,6 @@ def summarise(documents: pd.DataFrame, plan: pd.DataFrame, routing: pd.DataFrame
     routing : DataFrame
         ROUTING_COLUMNS, one row per intervention.
     """
-    from scipy.stats import false_discovery_control
-
     plan = plan.sort_values("intervention").reset_index(drop=True)
     grids = {
         name: documents.pivot(index="intervention", columns="document", values=name)
@@ -141,71 +79,83 @@ def summarise(documents: pd.DataFrame, plan: pd.DataFrame, routing: pd.DataFrame
     }
     names, domain_D = np.unique(documents.groupby("document")["domain"].first(), return_inverse=True)
     controls = matched_controls(plan)
-    frames = [summarise_documents(grids, domain_D, plan, controls).assign(domain=ALL)]
-    for code, name in enumerate(names if len(names) > 1 else ()):
-        part = {column: grid[:, domain_D == code] for column, grid in grids.items()}
-        frames.append(
-            summarise_documents(part, domain_D[domain_D == code], plan, controls).assign(domain=name)
-        )
+    parts = [(ALL, np.full(len(domain_D), True))]
+    parts += [(name, domain_D == code) for code, name in enumerate(names if len(names) > 1 else ())]
+    frames = []
+    for name, part_D in parts:
+        own = {column: grid_XD[:, part_D] for column, grid_XD in grids.items()}
+        frames.append(summarise_documents(own, domain_D[part_D], plan, controls).assign(domain=name))
     rows = pd.concat(frames, ignore_index=True)
     rows["q"] = np.nan
     for family in (rows["domain"] == ALL, rows["domain"] != ALL):
         tested = family & rows["p"].notna()
         if tested.any():
-            rows.loc[tested, "q"] = false_discovery_control(rows.loc[tested, "p"])
-    return rows.merge(
+            rows.loc[tested, "q"] = false_discovery_rates(rows.loc[tested, "p"].to_numpy(float))
+    rows["claimed"] = (rows["q"] < LEVEL) & (rows["loss_difference_low"] > 0)
+    return with_labels(rows).merge(
         routing.assign(domain=ALL), on=["intervention", "domain"], how="left", validate="one_to_one"
     )
 
 
+def with_labels(rows: pd.DataFrame) -> pd.DataFrame:
+    """Return the rows with label, single and shown: how figures name a change, and which they compare."""
+    asked, whole = rows["role"] == CHANGE, rows["domain"] == ALL
+    of_expert = rows["layer"].notna() & rows["expert"].notna()
+    layer, expert = (rows[name].astype("Int64").astype(str) for name in ("layer", "expert"))
+    in_grid = rows[asked].groupby(["name", "layer"], dropna=False)["k"].transform("nunique") > 1
+    in_sweep = of_expert & ((of_expert & asked & whole).sum() > MOST_CHANGES)
+    column = "excess" if rows.loc[~whole, "excess"].notna().any() else "loss_difference"
+    largest = rows[asked & ~whole].groupby("intervention")[column].max().nlargest(MOST_CHANGES)
+    return rows.assign(
+        label=("L" + layer + " E" + expert).where(of_expert, rows["change"]),
+        single=asked & ~in_grid.reindex(rows.index, fill_value=False) & ~in_sweep,
+        shown=asked & ~whole & rows["intervention"].isin(largest.index),
+    )
+
+
+def projections(interventions: pd.DataFrame) -> pd.DataFrame:
+    """Return the table `projections`: per layer and k the change, and the mean and range of its controls."""
+    rows = interventions[(interventions["domain"] == ALL) & interventions["k"].notna()]
+    keys = ["layer", "layer_name", "k", "role"]
+    kept = [*keys, "loss_difference", "loss_difference_low", "loss_difference_high"]
+    draws = rows[rows["role"] != CHANGE].groupby(keys, dropna=False)["loss_difference"]
+    controls = draws.agg(["mean", "min", "max", "size"]).reset_index().set_axis([*kept, "draws"], axis=1)
+    found = pd.concat([rows.loc[rows["role"] == CHANGE, kept], controls], ignore_index=True)
+    return found.sort_values(["layer", "k"], kind="stable", ignore_index=True)
+
+
 def summarise_documents(
-    grids: dict[str, Array],
-    domain_D: Integers,
-    plan: pd.DataFrame,
-    controls: dict[int, dict[str, list[int]]],
+    grids: dict[str, Array], domain_D: Integers, plan: pd.DataFrame, controls: Controls
 ) -> pd.DataFrame:
     """Return the estimates of every intervention over documents; `grids` are of interventions x documents."""
     tokens_D, difference_XD = grids["tokens"][0], grids["loss_changed"] - grids["loss"]
     rows = plan.drop(columns="calibration_load")
     rows["documents"], rows["tokens"] = int((tokens_D > 0).sum()), int(tokens_D.sum())
     rows["loss"] = grids["loss"].sum(1) / tokens_D.sum()
-    measured = {
-        "loss_difference": difference_XD,
-        "kl": grids["kl"],
-        "predictions_changed": grids["predictions_changed"],
-    }
-    ends = {"loss_difference": (-np.inf, np.inf), "kl": (0, np.inf), "predictions_changed": (0, 1)}
-    for name, sums_XD in measured.items():
+    for name, sums_XD, ends in (
+        ("loss_difference", difference_XD, (-np.inf, np.inf)),
+        ("kl", grids["kl"], (0, np.inf)),
+        ("predictions_changed", grids["predictions_changed"], (0, 1)),
+    ):
         ratio = jackknife_ratio(sums_XD, tokens_D, domain_D)
-        low, high = ratio.interval()
-        columns = {
-            name: ratio.value,
-            f"{name}_low": np.clip(low, *ends[name]),
-            f"{name}_high": np.clip(high, *ends[name]),
-        }
-        rows = rows.assign(**columns)
+        rows[name] = ratio.value
+        rows[f"{name}_low"], rows[f"{name}_high"] = np.clip(ratio.interval(), *ends)
+        if name == "loss_difference":
+            rows[f"{name}_std"] = ratio.error if ratio.documents >= FEWEST_PAIRED else np.nan
     with np.errstate(invalid="ignore"):
         rows["choices_changed"] = grids["choices_changed"].sum(1) / grids["choices"].sum(1)
     return rows.join(excesses(difference_XD, tokens_D, domain_D, plan, controls))
 
 
 def excesses(
-    difference_XD: Array,
-    tokens_D: Array,
-    domain_D: Integers,
-    plan: pd.DataFrame,
-    controls: dict[int, dict[str, list[int]]],
+    difference_XD: Array, tokens_D: Array, domain_D: Integers, plan: pd.DataFrame, controls: Controls
 ) -> pd.DataFrame:
     """Return controls, excess, its interval and p per intervention; null without controls."""
     from scipy.special import stdtrit
 
     place = {int(number): at for at, number in enumerate(plan["intervention"])}
-    tested = [
-        (place[number], role, [place[member] for member in members])
-        for number, kinds in controls.items()
-        for role, members in kinds.items()
-    ]
-    columns = ["controls", "excess", "excess_low", "excess_high", "p"]
+    tested = [(place[number], role, [place[one] for one in members]) for number, role, members in controls]
+    columns = ["controls", "excess", "excess_low", "excess_high", "excess_std", "p"]
     if not tested:
         return pd.DataFrame(np.nan, index=plan.index, columns=columns)
     excess_XD = np.stack([difference_XD[at] - difference_XD[members].mean(0) for at, _, members in tested])
@@ -224,7 +174,7 @@ def excesses(
         )
     degrees = np.where(np.isfinite(degrees), degrees, max(ratio.degrees, 1.0))
     error = np.sqrt(documents_X + draws_X)
-    known = ratio.documents >= FEWEST
+    known = ratio.documents >= FEWEST_PAIRED
     half = stdtrit(degrees, 1 - LEVEL / 2) * error if known else np.nan
     p = one_sided_p(ratio.value, error, degrees) if known else np.nan
     rows = pd.DataFrame(
@@ -234,13 +184,12 @@ def excesses(
             "excess": ratio.value,
             "excess_low": ratio.value - half,
             "excess_high": ratio.value + half,
+            "excess_std": error if known else np.nan,
             "p": p,
         }
     )
-    strictest = (
-        rows.sort_values(["p", "excess"], ascending=[False, True]).drop_duplicates("at").set_index("at")
-    )
-    return strictest[columns].reindex(range(len(plan))).set_axis(plan.index)
+    strictest = rows.sort_values(["p", "excess"], ascending=[False, True]).drop_duplicates("at")
+    return strictest.set_index("at")[columns].reindex(range(len(plan))).set_axis(plan.index)
 
 
 def expert_effects(
@@ -266,7 +215,7 @@ def expert_effects(
 def half_differences(documents: pd.DataFrame, seed: int) -> pd.DataFrame:
     """Return the loss difference per token of every intervention on two random halves of each domain."""
     generator = np.random.default_rng(seed)
-    domains = documents.groupby("document")["domain"].first().sort_index()
+    domains = documents.groupby("document")["domain"].first()  # in the order of documents
     side = pd.Series(0, index=domains.index)
     for _, members in domains.groupby(domains):
         order = generator.permutation(len(members))
@@ -275,5 +224,5 @@ def half_differences(documents: pd.DataFrame, seed: int) -> pd.DataFrame:
         half=documents["document"].map(side), difference=documents["loss_changed"] - documents["loss"]
     )
     sums = rows.groupby(["intervention", "half"])[["difference", "tokens"]].sum()
-    found = (sums["difference"] / sums["tokens"]).unstack("half").reindex(columns=[0, 1])
-    return found.set_axis(["half_a", "half_b"], axis=1)
+    halves = (sums["difference"] / sums["tokens"]).unstack("half").reindex(columns=[0, 1])
+    return halves.set_axis(["half_a", "half_b"], axis=1)

@@ -2,40 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
 
 import pandas as pd
 
-from moescope.intervention.estimates import FEWEST
-from moescope.intervention.figures import (
-    CHANGES,
-    CLAIMED,
-    EXPERTS,
-    GRIDS,
-    NATS,
-    PROJECTION,
-    TOP_K,
-    changes,
-    claimed,
-    control_words,
-    grid_rows,
-    interval_words,
-    most_words,
-    place_words,
-    projection_layers,
-    projection_words,
-    single_changes,
-    top_k_words,
-    whole,
-)
+from moescope.intervention.figures import CHANGES, DOMAINS, EXPERTS, GRIDS, PREDICTORS
 from moescope.intervention.tables import ALL, TABLES
-from moescope.plotting.style import counted, listed, number
-from moescope.reporting.pack import plain, table_payload
+from moescope.plotting.style import counted, listed
+from moescope.reporting.findings import Number, Said, key_numbers, say_all
+from moescope.reporting.pack import plain
+from moescope.reporting.views import drawable, shown_table
 from moescope.run import Run
 from moescope.verb import (
-    FigureSpec,
     Finding,
-    KeyNumber,
     LayerCards,
     Measure,
     Payload,
@@ -47,169 +28,102 @@ from moescope.verb import (
 )
 
 TAB = "interventions"
-NAMED = 3  # changes or domains that a finding names
-MEASURE = "loss_when_removed"
+NATS = "nats per token"
+NAMED = 3  # changes that findings name
 SHOWN = 20  # rows of a table of experts
+FOR_FIGURES = ("label", "single", "shown")  # columns
+PROJECTED = "name == 'project_out' and controls.notna()"
+TOP_K = "name == 'top_k' and role == 'change' and not single"
+EXPERT = "{value}{interval} nats per token, {excess} [{excess_low}, {excess_high}] more than these"
+# fmt: off
+NUMBERS = [
+    Number("interventions", "loss", where="intervention == intervention.min()", name="Loss of the untouched model"),
+    Number("intervention_experts", "loss_difference", pick="largest", name="Largest loss without one expert"),
+    Number("intervention_experts", "loss_difference", where="q.notna()", only="claimed", name="Experts above controls", of="experts"),
+    Number("interventions", "loss_difference", where=f"{PROJECTED} and q.notna()", only="claimed", name="Projections above both controls", of="layers and k"),
+    Number("interventions", "loss_difference", where="single", pick="largest", name="Largest loss difference"),
+]
+FINDINGS = [
+    Said("intervention_experts", "loss_difference", where="q.notna()", only="claimed", pick="largest", text=f"Experts that cost more than other experts of their layer (q < 0.05): {{count}} of {{total}}; most {{place}}, {EXPERT}.", otherwise="Experts that cost more than other experts of their layer (q < 0.05): none of {total}.", figure="effect_map"),
+    Said("intervention_experts", "loss_difference", where="q.isna()", pick="largest", text="Largest loss without one expert: {place}, {value}{interval} nats per token; no test against controls.", figure="effect_map"),
+    Said("interventions", "loss_difference", where=f"{PROJECTED} and q.notna()", only="claimed", pick="largest", text=f"Removing router directions costs more than both random controls (q < 0.05) in {{count}} of {{total}} layers and k; most layer {{layer}}, k = {{k}}: {EXPERT}.", otherwise="Removing router directions costs more than both random controls (q < 0.05) in none of {total} layers and k.", figure="projection_curve"),
+    Said("interventions", "loss_difference", where=f"{PROJECTED} and q.isna()", pick="largest", text="Removing router directions costs most in layer {layer}, k = {k}: {value}{interval} nats per token; not tested.", figure="projection_curve"),
+    Said("interventions", "loss_difference", where=TOP_K, pick="smallest", text="Experts per token: least loss with {k}, {value}{interval} nats per token against as configured.", figure="top_k_curve"),
+    Said("interventions", "loss_difference", where=f"{TOP_K} and k == k.min()", text="Experts per token: with {k}, {value}{interval} nats per token more than as configured.", figure="top_k_curve"),
+]
+DOMAIN = Said("interventions", "loss_difference", pick="largest", text=f"Domain {{domain}} needs layer {{layer}}, expert {{expert}} most: {EXPERT} (q = {{q}}).".replace("these", "its controls"), figure="effect_by_domain")
+CHANGE = Said("interventions", "loss_difference", text="Effect of {change}: loss {loss} changes by {value}{interval} nats per token; share of changed predictions {predictions_changed}")
+LATER = ", of changed choices in later layers {choices_changed}"
+KL = "; KL divergence {kl} [{kl_low}, {kl_high}]"
+PREDICTED = [
+    Said("predictors", "correlation", where="q.isna()", pick="first", text="No claim about predictors: {layers} layers, 12 are needed."),
+    Said("predictors", "correlation", where="q.notna() and given == ''", only="claimed", pick="furthest", group="predictor", text="The effect of removing an expert follows {count} of {total} scores beyond permuted experts (q < 0.05): {groups} (rank correlation; ceiling {ceiling}).", otherwise="The effect of removing an expert follows none of {total} scores beyond permuted experts (q < 0.05)."),
+    Said("predictors", "correlation", where="q.notna() and given != ''", only="claimed", pick="furthest", group="predictor", text="Given load, it follows {count} of {total} scores: {groups}.", otherwise="Given load, it follows none of {total} scores beyond permuted experts (q < 0.05)."),
+]
+# fmt: on
 
 
 def summary(run: Run) -> Summary:
     """Key numbers and findings: experts, projections, experts per token, single changes, text."""
-    facts, tables = run.info["setup"], all_rows(run, Selection())
+    tables, documents = all_rows(run, Selection()), int(run.info["setup"]["documents"])
     rows = tables["interventions"]
-    asked = whole(changes(rows))
+    asked = rows[(rows["role"] == "change") & (rows["domain"] == ALL)]
     coverage = [
         f"{counted(len(asked), 'intervention')} judged on {counted(int(asked['tokens'].iloc[0]), 'token')} "
-        f"of {counted(int(facts['documents']), 'document')}"
+        f"of {counted(documents, 'document')}"
     ]
-    if (documents := int(facts["documents"])) < FEWEST:
-        coverage.append(f"no intervals: they need {FEWEST} judged documents, not {documents}")
-    keys = [KeyNumber("Loss of the untouched model", float(asked["loss"].iloc[0]), unit=NATS)]
-    findings: list[str] = []
-    parts = (expert_summary, projection_summary, top_k_summary, change_summary, text_summary)
-    for part in parts:
-        more_keys, more_findings = part(tables)
-        keys, findings = keys + more_keys, findings + more_findings
-    return Summary(coverage, findings, keys)
+    if asked["loss_difference_low"].isna().all():
+        coverage.append(f"no intervals: they need 10 judged documents, not {documents}")
+    findings = say_all(FINDINGS, tables, TABLES)
+    findings[1:1] = domain_findings(tables)
+    findings += [*change_findings(tables), *text_findings(tables)]
+    return Summary(coverage, findings, key_numbers(NUMBERS, tables, TABLES))
 
 
-Found = tuple[list[KeyNumber], list[str]]
-
-
-def expert_summary(tables: Tables) -> Found:
-    """Experts that cost more than their controls, overall and per domain."""
-    if "intervention_experts" not in tables or tables["intervention_experts"].empty:
-        return [], []
-    rows = tables["intervention_experts"]
-    found = rows[claimed(rows)]
-    top = (found if len(found) else rows).nlargest(1, "loss_difference").iloc[0]
-    place = {"tab": TAB, "colour": MEASURE, "layer": int(top["layer"]), "expert": int(top["expert"])}
-    beyond = f", {interval_words(top, 'excess')} more than these" if len(found) else ""
-    findings: list[str] = [Finding(f"Experts on all documents: {most_words(rows)}{beyond}.", **place)]
-    worst = rows.loc[rows["loss_difference"].idxmax()]
-    value, where = float(worst["loss_difference"]), place_words(worst)
-    keys = [KeyNumber("Largest loss from one expert", value, 0.0, NATS, where, "no effect")]
-    if rows["q"].notna().any():
-        key = KeyNumber("Experts above controls", len(found), unit=f"of {len(rows):,}", most=float(len(rows)))
-        keys.append(key)
-    by_domain = changes(tables["interventions"])
-    by_domain = by_domain[(by_domain["domain"] != ALL) & by_domain["expert"].notna()]
-    return keys, findings + domain_findings(by_domain)
-
-
-def domain_findings(rows: pd.DataFrame) -> list[str]:
-    """The expert that each domain depends on most, of those beyond controls; domains without a test."""
-    found = rows[claimed(rows)].sort_values("loss_difference", ascending=False).drop_duplicates("domain")
-    controls = control_words(rows)
-    untested = sorted(rows.groupby("domain")["q"].count().loc[lambda count: count == 0].index)
-    sentences: list[str] = [
-        Finding(
-            f"Domain {row['domain']}: {place_words(row)} matters most; changing it costs "
-            f"{interval_words(row, 'loss_difference')} {NATS}, {interval_words(row, 'excess')} more than "
-            f"{controls} (q = {number(float(row['q']))}).",
-            tab=TAB,
-            colour=MEASURE,
-            layer=int(row["layer"]),
-            expert=int(row["expert"]),
-        )
-        for _, row in found.iterrows()
-    ]
-    tested = sorted(set(rows["domain"]) - set(untested))
-    if silent := [domain for domain in tested if domain not in set(found["domain"])]:
-        sentences.append(
-            Finding(
-                f"No single expert stands out for {listed(silent)}: none costs more than "
-                f"{controls} (q < {CLAIMED}).",
-                tab=TAB,
-                figure="effect_by_domain",
-            )
-        )
-    if untested:
-        text = f"Not tested: {listed(untested)}, with fewer than 10 judged documents."
-        sentences.append(Finding(text, tab=TAB, figure="effect_by_domain"))
-    return sentences
-
-
-def projection_summary(tables: Tables) -> Found:
-    """Whether removing the aligned component costs more than removing random directions."""
+def domain_findings(tables: Tables) -> list[str]:
+    """The expert that each domain depends on most, of those beyond controls; domains without any, or a test."""
     rows = tables["interventions"]
-    asked = whole(changes(grid_rows(rows, PROJECTION)))
-    if asked.empty:
-        return [], []
-    keys = []
-    if asked["q"].notna().any():
-        count = float(claimed(asked).sum())
-        keys.append(
-            KeyNumber("Projections above both controls", count, unit=f"of {len(asked)}", most=len(asked))
-        )
-    findings: list[str] = []
-    for name, part in projection_layers(rows):
-        where = f" of layer {name}" if name.isdigit() else ""
-        place = {"layer": int(name)} if name.isdigit() else {}
-        text = f"Removing the aligned component{where}: {first_lower(projection_words(part))}"
-        findings.append(Finding(text, tab=TAB, figure="projection_curve", **place))
-    if len(findings) > NAMED:
-        largest = asked.loc[asked["loss_difference"].idxmax()]
-        text = (
-            "Removing the aligned component costs more than both random controls in "
-            f"{int(claimed(asked).sum())} of {len(asked)} layers and ks (q < {CLAIMED}); largest loss "
-            f"difference: layer {int(largest['layer'])}, k = {int(largest['k'])}, "
-            f"{interval_words(largest, 'loss_difference')} {NATS}."
-        )
-        findings = [Finding(text, tab=TAB, figure="projection_curve", layer=int(largest["layer"]))]
-    return keys, findings
+    rows = rows[(rows["domain"] != ALL) & (rows["role"] == "change") & rows["expert"].notna()]
+    if "intervention_experts" not in tables or rows["claimed"].isna().all():
+        return []
+    needing = rows.loc[rows["claimed"].eq(True), "domain"].unique()
+    tests = rows.groupby("domain")["q"].count()
+    silent = [name for name in tests.index[tests > 0] if name not in needing]
+    about = "domain == {!r} and expert.notna() and claimed"
+    found = say_all([replace(DOMAIN, where=about.format(name)) for name in sorted(needing)], tables, TABLES)
+    if silent:
+        text = f"No single expert stands out for {listed(silent)}: none costs more than controls (q < 0.05)."
+        found.append(Finding(text, figure="effect_by_domain"))
+    if untested := list(tests.index[tests == 0]):
+        text = f"Not tested: {listed(untested)}, with fewer than 10 judged documents."
+        found.append(Finding(text, figure="effect_by_domain"))
+    return found
 
 
-def first_lower(sentence: str) -> str:
-    return sentence[:1].lower() + sentence[1:]
-
-
-def top_k_summary(tables: Tables) -> Found:
-    rows = changes(grid_rows(tables["interventions"], TOP_K))
-    if rows.empty:
-        return [], []
-    text = f"Experts per token: {first_lower(top_k_words(rows))}"
-    return [], [Finding(text, tab=TAB, figure="top_k_curve")]
-
-
-def change_summary(tables: Tables) -> Found:
+def change_findings(tables: Tables) -> list[str]:
     """What single changes do to loss, predictions and routing, largest first."""
-    rows = single_changes(tables["interventions"])
-    if rows.empty:
-        return [], []
-    findings: list[str] = []
-    for _, row in rows.nlargest(NAMED, "loss_difference").iterrows():
-        routing = row["choices_changed"]
-        later = f", {number(100 * routing)} % of later choices of experts" if pd.notna(routing) else ""
-        text = (
-            f"{row['change']}: loss {number(row['loss'])} changes by "
-            f"{interval_words(row, 'loss_difference')} {NATS}; "
-            f"{number(100 * row['predictions_changed'])} % of predictions{later} change, KL "
-            f"{interval_words(row, 'kl')} nats."
-        )
-        place = {"layer": int(row["layer"])} if pd.notna(row["layer"]) else {}
-        findings.append(Finding(text, tab=TAB, figure="effects_compared", **place))
-    top = rows.loc[rows["loss_difference"].idxmax()]
-    key = KeyNumber("Largest loss difference", float(top["loss_difference"]), 0.0, NATS, "", "no effect")
-    return [key], findings
+    rows = tables["interventions"]
+    rows = rows[rows["single"].eq(True) & (rows["domain"] == ALL)].nlargest(NAMED, "loss_difference")
+    figure = next((spec.name for spec in CHANGES if spec.can_draw(tables)), "")
+    said = []
+    for row in rows.itertuples():
+        text = CHANGE.text + LATER * pd.notna(row.choices_changed) + KL * pd.notna(row.kl_low)
+        where = f"intervention == {row.intervention}"
+        said.append(replace(CHANGE, where=where, text=f"{text}.", figure=figure))
+    return say_all(said, tables, TABLES)
 
 
-def text_summary(tables: Tables) -> Found:
+def text_findings(tables: Tables) -> list[str]:
     """Where continuations begin to differ."""
-    rows = tables.get("intervention_text")
-    if rows is None or rows.empty:
-        return [], []
-    differing = [first_difference(part) for _, part in rows.groupby(["intervention", "prompt"], sort=False)]
-    known = [place for place in differing if place is not None]
-    words = f"{len(known)} of {counted(len(differing), 'continuation')} with a difference"
-    words += f", the earliest at token {min(known)}" if known else ""
-    return [], [Finding(f"Generated text: {words}.", tab=TAB, section="continuations")]
-
-
-def first_difference(rows: pd.DataFrame) -> int | None:
-    """Position of the first token that differs; None where none does."""
-    ordered = rows.sort_values("position")
-    differs = ordered["token"].fillna("") != ordered["token_changed"].fillna("")
-    return int(ordered.loc[differs, "position"].iloc[0]) if differs.any() else None
+    rows = tables.get("intervention_text", pd.DataFrame())
+    if rows.empty:
+        return []
+    prompts = rows.groupby(["intervention", "prompt"], sort=False)
+    differs = rows["token"].fillna("") != rows["token_changed"].fillna("")
+    first = rows[differs].groupby(["intervention", "prompt"], sort=False)["position"].min()
+    words = f"{len(first)} of {counted(prompts.ngroups, 'continuation')} with a difference"
+    words += f", the earliest at token {first.min()}" if len(first) else ""
+    return [Finding(f"Generated text: {words}.", tab=TAB, section="continuations")]
 
 
 # --- map and expert pages
@@ -220,24 +134,18 @@ def measures(run: Run) -> list[Measure]:
     if "intervention_experts" not in run.tables:
         return []
     rows = run.table("intervention_experts")
-    frame = rows[["layer", "expert"]].assign(
-        value=rows["loss_difference"],
-        low=rows["loss_difference_low"],
-        high=rows["loss_difference_high"],
-        chance=0.0,
-        beyond=claimed(rows).astype(float).where(rows["q"].notna()),
-    )
-    reach = float(rows["loss_difference"].abs().max()) or 1.0
-    tested = (
-        f" Above controls: more than {control_words(rows)}, q < {CLAIMED}." if rows["q"].notna().any() else ""
-    )
+    names = {"loss_difference": "value", "loss_difference_low": "low", "loss_difference_high": "high"}
+    frame = rows[["layer", "expert", *names]].rename(columns=names)
+    beyond = rows["claimed"].astype(float).where(rows["q"].notna())
+    reach = float(frame["value"].abs().max()) or 1.0
     return [
         Measure(
-            MEASURE,
+            "loss_when_removed",
             "Loss when removed",
-            frame,
+            frame.assign(chance=0.0, beyond=beyond),
             NATS,
-            f"Loss with the expert changed minus loss without; 0: no effect.{tested}",
+            "Loss with the expert changed minus loss without; 0: no effect. Above controls: more than other "
+            "experts of the layer, q < 0.05.",
             0.0,
             limits=(-reach, reach),
             outline=("above controls", "not above controls"),
@@ -249,100 +157,70 @@ def experts(run: Run) -> Iterator[LayerCards]:
     """The effect of every expert by domain."""
     if "intervention_experts" not in run.tables:
         return
-    rows = changes(run.table("interventions"))
-    rows = rows[rows["layer"].notna() & rows["expert"].notna() & (rows["domain"] != ALL)]
+    rows = run.table("interventions")
+    rows = rows[(rows["role"] == "change") & (rows["domain"] != ALL) & rows["expert"].notna()]
+    numbers = ["domain", *(f"loss_difference{end}" for end in ("", "_low", "_high"))]
     for layer, of_layer in rows.groupby("layer"):
         cards: dict[int, list[Payload]] = {}
         for expert, part in of_layer.groupby("expert"):
-            numbers = part[[f"loss_difference{end}" for end in ("", "_low", "_high")]].to_numpy(float)
-            bars = [
-                [str(domain), *plain(row.tolist())]
-                for domain, row in zip(part["domain"], numbers, strict=True)
-            ]
+            bars = plain(part[numbers].to_numpy(object).tolist())
             note = f"{NATS}, with 95 % intervals over documents where there are 10; 0: no effect"
-            block = {"kind": "bars", "title": "Loss when removed, by domain", "rows": bars, "note": note}
-            cards[int(expert)] = [block]
+            title = "Loss when removed, by domain"
+            cards[int(expert)] = [{"kind": "bars", "title": title, "rows": bars, "note": note}]
         yield LayerCards(int(layer), cards)
 
 
 # --- sections
 
 
-def drawable(specs: Sequence[FigureSpec], tables: Tables) -> list[tuple[FigureSpec, Tables]]:
-    return [(spec, tables) for spec in specs if spec.can_draw(tables)]
-
-
 def sections(run: Run, selection: Selection) -> list[Section]:
     tables = all_rows(run, selection)
-    parts = [experts_section(tables), grids_section(tables), changes_section(tables), text_section(tables)]
-    return [part for part in parts if part is not None]
+    rows = tables["interventions"]
+    single = rows["intervention"].isin(rows.loc[rows["single"].eq(True), "intervention"])
+    grid = rows[(rows["domain"] == ALL) & rows["k"].notna() & ~single]
+    parts = [experts_section(tables)] if len(tables.get("intervention_experts", ())) else []
+    if len(grid):
+        text = "Directions removed from router rows, or experts per token."
+        shown = [effects_table(grid, "Every k", "change")]
+        parts.append(Section("grids", "Effect over k", text, drawable(GRIDS, tables), shown))
+    if single.any():
+        text = (
+            "Loss, next-token distribution and routing with and without each change, on the same documents."
+        )
+        figures = drawable(CHANGES if parts else [*CHANGES, *DOMAINS], tables)
+        hidden = ("layer", "expert", "k", "draw", "role")
+        shown = [effects_table(rows[single], "Every change and domain", *hidden)]
+        parts.append(Section("changes", "Effect of the changes", text, figures, shown))
+    return [*parts, *text_sections(tables)]
 
 
-def experts_section(tables: Tables) -> Section | None:
-    if "intervention_experts" not in tables or tables["intervention_experts"].empty:
-        return None
+def effects_table(rows: pd.DataFrame, title: str, *hidden: str) -> Payload:
+    table, never = TABLES["interventions"], ("intervention", "layer_name", "name", "of", *FOR_FIGURES)
+    columns = [name for name in table.columns if name not in (*never, *hidden)]
+    return shown_table(table, rows, columns, title)
+
+
+def experts_section(tables: Tables) -> Section:
     table, rows = TABLES["intervention_experts"], tables["intervention_experts"]
+    columns = [name for name in table.columns if name != "layer_name"]
     top = rows.nlargest(SHOWN, "loss_difference")
-    columns = [name for name in table.columns if name != "layer_name" and top[name].notna().any()]
+    title = f"The {len(top)} experts with the largest loss difference"
     return Section(
         "experts",
         "Effect of each expert",
         "Every expert is changed alone. An ablation is never quite without effect, so an expert is compared, "
         "document by document, with the 4 experts of its layer nearest in load on other documents; in a "
         "layer of fewer than 16, with all others.",
-        drawable(EXPERTS, tables),
-        [table_payload(table, top, columns, f"The {len(top)} experts with the largest loss difference")],
+        drawable([*EXPERTS, *DOMAINS], tables),
+        [shown_table(table, top, columns, title)],
     )
 
 
-def grids_section(tables: Tables) -> Section | None:
-    figures = drawable(GRIDS, tables)
-    if not figures:
-        return None
-    rows = tables["interventions"]
-    grid = pd.concat([grid_rows(rows, name) for name in (PROJECTION, TOP_K)])
-    return Section(
-        "grids",
-        "Effect over k",
-        "Directions removed from router rows, or experts per token.",
-        figures,
-        [effects_table(whole(grid), "Every k")],
-    )
-
-
-def changes_section(tables: Tables) -> Section | None:
-    rows = single_changes(tables["interventions"])
-    if rows.empty:
-        return None
-    figures = drawable(CHANGES, tables)
-    if "intervention_experts" not in tables or tables["intervention_experts"].empty:
-        figures += drawable([spec for spec in EXPERTS if spec.name == "effect_by_domain"], tables)
-    every = changes(tables["interventions"])
-    return Section(
-        "changes",
-        "Effect of the changes",
-        "Loss, next-token distribution and routing with and without each change, on the same documents.",
-        figures,
-        [effects_table(every[every["intervention"].isin(rows["intervention"])], "Every change and domain")],
-    )
-
-
-def effects_table(rows: pd.DataFrame, title: str) -> Payload:
-    table = TABLES["interventions"]
-    hidden = (
-        {"intervention", "layer_name", "change", "name", "of"}
-        if rows["k"].notna().any()
-        else {"intervention", "layer", "layer_name", "expert", "k", "draw", "name", "of", "role"}
-    )
-    columns = [name for name in table.columns if name not in hidden and rows[name].notna().any()]
-    return table_payload(table, rows, columns, title)
-
-
-def text_section(tables: Tables) -> Section | None:
+def text_sections(tables: Tables) -> list[Section]:
     """Continuations with and without the change, side by side."""
-    rows = tables.get("intervention_text")
-    if rows is None or rows.empty:
-        return None
+    rows = tables.get("intervention_text", pd.DataFrame())
+    if rows.empty:
+        return []
     labels = tables["interventions"].drop_duplicates("intervention").set_index("intervention")["change"]
     pairs = []
     for (intervention, prompt), part in rows.groupby(["intervention", "prompt"], sort=False):
@@ -355,7 +233,81 @@ def text_section(tables: Tables) -> Section | None:
             {"change": str(labels[intervention]), "prompt": str(prompt), "before": before, "after": after}
         )
     text = "The most likely token is taken at every place. Marked: tokens that differ at their place."
-    return Section("continuations", "Generated text before and after", text, widget=("continuations", pairs))
+    title = "Generated text before and after"
+    return [Section("continuations", title, text, widget=("continuations", pairs))]
+
+
+# --- with a scan and a compression of the same checkpoint
+
+
+def joint(runs: list[Run]) -> list[Section]:
+    """Return, per sweep of experts, how scores of the same checkpoint's scan and compression predict it."""
+    sweeps = [run for run in runs if "intervention_experts" in run.tables]
+    return [predictor_section(run, runs) for run in sweeps if len(run.table("intervention_experts"))]
+
+
+def predictor_section(run: Run, runs: list[Run]) -> Section:
+    saliency = [other for other in runs if "saliency" in other.tables and same_model(run, other, 0)]
+    more = {
+        "alignment": alignment_of(run, runs),
+        "saliency": saliency[0].table("saliency") if saliency else None,
+    }
+    known = {name: rows for name, rows in more.items() if rows is not None}
+    if known or "predictors" not in run.tables:
+        from moescope.intervention.predictors import predictor_tables
+
+        tables = predictor_tables({"intervention_experts": run.table("intervention_experts"), **known})
+    else:
+        tables = {name: run.table(name) for name in ("expert_scores", "predictors")}
+    commands = {"alignment": "`moescope scan`", "saliency": "`moescope compress`"}
+    missing = [command for name, command in commands.items() if name not in known]
+    text = "Scores of experts against the loss when each is removed, within layers."
+    if missing:
+        text += f" More scores: report this run with one of {' and '.join(missing)} of the same checkpoint."
+    table = TABLES["predictors"]
+    return Section(
+        f"predictors-{run.name}",
+        "What predicts the effect of an expert",
+        text,
+        drawable(PREDICTORS, tables),
+        [shown_table(table, tables["predictors"], table.columns, "Every score")],
+        findings=say_all(PREDICTED, tables, TABLES),
+        tab=TAB,
+    )
+
+
+def same_model(run: Run, other: Run, step: int) -> bool:
+    """Return whether a run's model has the weights of another's step: by header hash, by place without one."""
+
+    def checkpoint(of: Run, at: int) -> dict[str, Any]:
+        return next((item for item in of.info.get("checkpoints", []) if item.get("step") == at), {})
+
+    one, its = checkpoint(run, 0), checkpoint(other, step)
+    key = "header_hash" if one.get("header_hash") and its.get("header_hash") else "path"
+    return bool(one and its) and bool(one[key] == its[key])
+
+
+def alignment_of(run: Run, runs: list[Run]) -> pd.DataFrame | None:
+    """Return every expert's alignment at its layer's k* in a scan of the run's checkpoint: the first view,
+    of raw router rows where there are any."""
+    for scan in runs:
+        if not {"alignment", "ambiguity"} <= set(scan.tables):
+            continue
+        every = scan.table("ambiguity")
+        for step in every["step"].unique():
+            if same_model(run, scan, step):
+                ambiguity = every[every["step"] == step]
+                raw = ambiguity[ambiguity["router"] == "raw"]
+                view = ["step", "matrix", "router", "fold_norm"]
+                first = (raw if len(raw) else ambiguity).iloc[:1][view]
+                return at_k_star(scan.table("alignment").merge(first), every.merge(first))
+    return None
+
+
+def at_k_star(alignment: pd.DataFrame, ambiguity: pd.DataFrame) -> pd.DataFrame:
+    """Return the alignment of every expert at its layer's k*; both tables are of one view."""
+    ks = ambiguity[["layer", "k_star"]].rename(columns={"k_star": "k"}).dropna()
+    return alignment.merge(ks.astype({"k": "int64"}), on=["layer", "k"])
 
 
 def guide(run: Run) -> list[str]:

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Literal, get_args
+from typing import Literal
 
-from moescope.arguments import as_list, choose_device, device_warnings, number_ranges, one_of
-from moescope.errors import BadInput
+from moescope.arguments import as_list, choose_device, device_warnings, number_ranges
 from moescope.execution.model_names import (
     Dtype,
     check_routed,
@@ -19,7 +18,7 @@ from moescope.execution.model_names import (
 from moescope.execution.texts import ReadSettings, check_not_empty, sources
 from moescope.execution.ways import Execution, Way, parse_size
 from moescope.intervention.figures import FIGURES
-from moescope.intervention.report import experts, guide, measures, sections, summary
+from moescope.intervention.report import experts, guide, joint, measures, sections, summary
 from moescope.intervention.tables import TABLES
 from moescope.run import Run, open_run, place_run
 from moescope.verb import Verb
@@ -68,45 +67,15 @@ def intervene(
         Try the change on every expert, in every layer, over a grid of k, or with 1 to 2k experts per token.
     layers : LIST, default all
         Layers of a sweep, such as 0,3 or 4-7.
-    text : PATH, repeatable
-        Text to read: file, folder, .jsonl, hf://datasets/OWNER/NAME, or - for standard input.
-    domain : NAME=PATH, repeatable
-        Text of a named domain, such as code=src.
-    token_ids : FILE
-        Token ids instead of text: .npy, or .jsonl with one list per line.
-    max_tokens : int, default all
-        Tokens to read at most, shared evenly by domains and documents.
     generate : PROMPT, repeatable
         Also continue a prompt with and without the change.
-    max_new_tokens : int
+    max_new_tokens : int >= 1
         Tokens of a continuation.
-    out : DIR, default runs/intervene-MODEL-N
-        Run folder to write.
-    device : DEVICE
-        auto, cpu, cuda or cuda:0.
 
     Other Parameters
     ----------------
-    controls : int
+    controls : int >= 2
         Random draws of each control, of a sweep of k.
-    dtype : DTYPE
-        Precision of the model; auto: as stored.
-    batch_size : int
-        Documents per batch.
-    chat_template : bool
-        Read each document as a user's message.
-    trust_remote_code : bool
-        Run the Python code that the checkpoint brings with it.
-    execution : WAY
-        Run whole, sharded, or by layer.
-    memory : SIZE, default 80 % of free
-        Memory to use at most, such as 8GB.
-    seed : int
-        Seed of all random draws.
-    overwrite : bool
-        Replace what the run folder holds.
-    quiet : bool
-        Print nothing but errors.
 
     Examples
     --------
@@ -115,20 +84,10 @@ def intervene(
     >>> run.table("interventions")  # doctest: +SKIP
     """
     settings, text, domain, generate = as_list(set), as_list(text), as_list(domain), as_list(generate)
-    given = {**locals(), "set": settings}
+    given = VERB.settle({**locals(), "set": settings})
     del given["settings"]
-    from moescope.intervention.plan import Request
-    from moescope.intervention.steps import carry_out
+    from moescope.intervention.steps import Request, carry_out
 
-    least = {"max_tokens": (max_tokens, 1), "batch_size": (batch_size, 1), "seed": (seed, 0)}
-    least |= {"max_new_tokens": (max_new_tokens, 1), "controls": (controls, 2)}
-    for name, (value, lowest) in least.items():
-        if value is not None and value < lowest:
-            raise BadInput(f"{name} {value}: must be at least {lowest}")
-    one_of("dtype", dtype, get_args(Dtype))
-    one_of("execution", execution, get_args(Way))
-    if sweep is not None:
-        one_of("sweep", sweep, get_args(Sweep))
     chosen_layers = () if layers is None else tuple(dict.fromkeys(number_ranges(layers)))
     request = Request.of(settings, sweep, chosen_layers, controls=controls, seed=seed)
     memory_bytes = parse_size("--memory", memory)
@@ -172,5 +131,6 @@ VERB = Verb(
     tab="interventions",
     measures=measures,
     experts=experts,
+    joint=joint,
     incidental=frozenset({"execution", "memory"}),
 )

@@ -9,8 +9,9 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
+from moescope.arguments import one_of
 from moescope.decoder.vocabulary import Vocabulary
-from moescope.errors import BadInput, unknown_name
+from moescope.errors import BadInput
 from moescope.lab.config import LAYOUTS
 
 Ids = NDArray[np.int64]
@@ -82,11 +83,12 @@ class TokenRows:
 
     @classmethod
     def of_ids(cls, ids: dict[str, TokenIds], pad: int, length: int, layout: str = "packed") -> TokenRows:
-        if layout not in LAYOUTS:
-            raise unknown_name("layout", layout, list(LAYOUTS))
-        streams, starts, lengths = [], [], []
+        one_of("layout", layout, LAYOUTS)
+        rows = []
         for domain, documents in ids.items():
             stream = documents.stream
+            if len(stream) < 2:
+                raise BadInput(f"domain {domain!r}: fewer than two tokens; add text")
             if layout == "packed":
                 begin = np.arange(0, len(stream) - 1, length)
                 size = np.minimum(length + 1, len(stream) - begin)
@@ -95,21 +97,13 @@ class TokenRows:
             else:
                 begin = documents.starts
                 size = np.minimum(documents.ends - begin, length + 1)
-            if len(stream) < 2:
-                raise BadInput(f"domain {domain!r}: fewer than two tokens; add text")
-            streams.append(stream)
-            starts.append(begin.astype(np.int64))
-            lengths.append(size.astype(np.int64))
-        padded = layout == "padded"
-        return cls(tuple(ids), tuple(streams), tuple(starts), tuple(lengths), length, pad, padded)
+            rows.append((stream, begin.astype(np.int64), size.astype(np.int64)))
+        streams, starts, lengths = zip(*rows, strict=True)
+        return cls(tuple(ids), streams, starts, lengths, length, pad, layout == "padded")
 
     @property
     def rows(self) -> int:
         return sum(len(begin) for begin in self.starts)
-
-    @property
-    def tokens(self) -> int:
-        return int(sum(size.sum() for size in self.lengths)) - self.rows
 
     def batch(self, chosen_B: Ids) -> Batch:
         """Return the rows of these numbers, counted through the domains in order."""
@@ -130,17 +124,16 @@ class TokenRows:
         """Return a fixed sample of at most `rows` rows, equally many per domain, for evaluation."""
         each = max(rows // len(self.domains), 1)
         chosen = [np.sort(epoch_order(len(begin), 0, 0)[:each]) for begin in self.starts]
-        starts = tuple(begin[at] for begin, at in zip(self.starts, chosen, strict=True))
-        lengths = tuple(size[at] for size, at in zip(self.lengths, chosen, strict=True))
+        starts, lengths = (
+            tuple(part[at] for part, at in zip(parts, chosen, strict=True))
+            for parts in (self.starts, self.lengths)
+        )
         return replace(self, starts=starts, lengths=lengths)
 
     def of_step(self, step: int, batch_size: int, seed: int) -> Batch:
         """Return the batch of a step, counted from 0: every row once per epoch, each epoch reordered."""
-        first = step * batch_size
-        chosen = []
-        for place in range(first, first + batch_size):
-            epoch, at = divmod(place, self.rows)
-            chosen.append(epoch_order(self.rows, epoch, seed)[at])
+        places = (divmod(place, self.rows) for place in range(step * batch_size, (step + 1) * batch_size))
+        chosen = [epoch_order(self.rows, epoch, seed)[at] for epoch, at in places]
         return self.batch(np.array(chosen, dtype=np.int64))
 
 
@@ -155,27 +148,19 @@ def unigram_loss(train: TokenRows, validation: TokenRows, size: int) -> dict[str
     p = (c + 1)/(N + V) from the training rows of all domains; loss = -mean log p over validation targets.
     """
     log_p = unigram_log_probability(train, size)
-    by_domain = {
-        domain: -log_p[targets_of(validation, index)] for index, domain in enumerate(validation.domains)
-    }
-    means = {domain: float(losses.mean()) for domain, losses in by_domain.items()}
-    return {"": float(np.concatenate(list(by_domain.values())).mean()), **means}
+    losses = {name: -log_p[targets_of(validation, at)] for at, name in enumerate(validation.domains)}
+    together = {"": np.concatenate(list(losses.values())), **losses}
+    return {name: float(part.mean()) for name, part in together.items()}
 
 
 def unigram_log_probability(train: TokenRows, size: int) -> NDArray[np.float64]:
     """Return log (c + 1)/(N + V) of every token, c its count among the targets of the training rows."""
-    counts = np.bincount(
-        np.concatenate([targets_of(train, index) for index in range(len(train.domains))]), minlength=size
-    )
+    targets = np.concatenate([targets_of(train, index) for index in range(len(train.domains))])
+    counts = np.bincount(targets, minlength=size)
     log_p: NDArray[np.float64] = np.log(counts + 1.0) - np.log(counts.sum() + size)
     return log_p
 
 
 def targets_of(rows: TokenRows, domain: int) -> NDArray[np.int32]:
-    stream = rows.streams[domain]
-    return np.concatenate(
-        [
-            stream[begin + 1 : begin + size]
-            for begin, size in zip(rows.starts[domain], rows.lengths[domain], strict=True)
-        ]
-    )
+    stream, places = rows.streams[domain], zip(rows.starts[domain], rows.lengths[domain], strict=True)
+    return np.concatenate([stream[begin + 1 : begin + size] for begin, size in places])

@@ -11,21 +11,23 @@ import ast
 import hashlib
 import itertools
 import json
+import math
 import random
 import sysconfig
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
+from typing import TypeVar
 
 from moescope.decoder.vocabulary import Vocabulary, load_vocabulary, make_vocabulary
 from moescope.errors import BadInput
-from moescope.execution.texts import STDIN, Source, existing, is_hub_text, sources
+from moescope.execution.texts import STDIN, Content, Source, existing, is_hub_text, sources
 from moescope.lab.config import DataConfig, LabConfig
 
 BYTES_PER_DOMAIN = 1_000_000
 VALIDATION_BYTES = 60_000  # per domain, saved with the run for tracing
 FEW_UNUSED = 20  # warn if more than 1 in this many vocabulary entries is unused
-VALIDATION_SHARE = 0.1
 NO_SOURCES = {
     *("site-packages", "dist-packages", "test", "tests", "idlelib", "lib2to3", "turtledemo"),
     *("encodings", "pydoc_data", "ensurepip", "__pycache__"),
@@ -43,6 +45,9 @@ class Document:
     domain: str
     group: str
     text: str
+
+
+Text = TypeVar("Text", Document, str)
 
 
 @dataclass(frozen=True)
@@ -70,7 +75,7 @@ class Corpus:
 
 
 def embedded_corpus(
-    bytes_per_domain: int = BYTES_PER_DOMAIN, validation_share: float = VALIDATION_SHARE
+    bytes_per_domain: int = BYTES_PER_DOMAIN, validation_share: float = DataConfig.validation_share
 ) -> Corpus:
     """Return the corpus of this Python installation: code, prose, C headers, arithmetic, records."""
     documents: list[Document] = []
@@ -84,21 +89,21 @@ def embedded_corpus(
     return split(documents, validation_share)
 
 
-def held_out(domain: str, validation_share: float = VALIDATION_SHARE) -> Iterator[str]:
+def held_out(domain: str, validation_share: float = DataConfig.validation_share) -> Iterator[str]:
     """Yield the documents of an embedded domain that no training reads, however much text it takes."""
     return (document.text for document in EMBEDDED[domain]() if place(document.group) < validation_share)
 
 
 def corpus_of(
-    domains: dict[str, Callable[[], Iterable[str]]], validation_share: float = VALIDATION_SHARE
+    domains: dict[str, Iterable[str]], validation_share: float = DataConfig.validation_share
 ) -> Corpus:
     """Return a corpus of the user's texts.
 
     Equal texts stay on one side of the split; a domain of one text is cut near its end.
     """
     documents: list[Document] = []
-    for domain, read in domains.items():
-        texts = [text for text in read() if text.strip()]
+    for domain, given in domains.items():
+        texts = [text for text in given if text.strip()]
         if not texts:
             raise BadInput(f"domain {domain!r}: it has no text; set another path")
         documents += [Document(domain, text, text) for text in texts]
@@ -110,18 +115,18 @@ def split(documents: list[Document], validation_share: float) -> Corpus:
     if not 0 < validation_share < 1:
         raise BadInput(f"validation_share {validation_share}: must lie between 0 and 1, such as 0.1")
     domains = tuple(dict.fromkeys(document.domain for document in documents))
+    placed = {
+        name: sorted((place(d.group), d.text) for d in documents if d.domain == name) for name in domains
+    }
     train: dict[str, list[str]] = {}
     validation: dict[str, list[str]] = {}
-    cut: list[str] = []
-    for domain in domains:
-        placed = sorted((place(d.group), d.text) for d in documents if d.domain == domain)
-        validation[domain] = [text for at, text in placed if at < validation_share]
-        train[domain] = [text for at, text in placed if at >= validation_share]
+    for domain, texts in placed.items():
+        validation[domain] = [text for at, text in texts if at < validation_share]
+        train[domain] = [text for at, text in texts if at >= validation_share]
         if not validation[domain] or not train[domain]:
-            validation[domain], train[domain] = split_few(domain, placed, validation_share)
-        if len({at for at, _ in placed}) == 1:
-            cut.append(domain)
-    return Corpus(domains, train, validation, identity_of(train, validation), tuple(cut))
+            validation[domain], train[domain] = split_few(domain, texts, validation_share)
+    cut = tuple(domain for domain, texts in placed.items() if len({at for at, _ in texts}) == 1)
+    return Corpus(domains, train, validation, identity_of(train, validation), cut)
 
 
 def identity_of(*sides: dict[str, list[str]]) -> str:
@@ -140,15 +145,12 @@ def corpus_of_sides(train: dict[str, list[str]], held_out: dict[str, list[str]])
     A text that is on both sides is removed from training. Domains of `held_out` alone are unseen ones.
     """
     both = {text for texts in held_out.values() for text in texts}
-
-    def ordered(texts: list[str]) -> list[str]:
-        return sorted((text for text in texts if text.strip()), key=lambda text: (place(text), text))
-
-    train = {name: ordered([text for text in texts if text not in both]) for name, texts in train.items()}
-    held_out = {name: ordered(texts) for name, texts in held_out.items()}
+    train = {name: [text for text in texts if text not in both] for name, texts in train.items()}
+    held_out = {**held_out}
     for name, side in (("", train), ("validation ", held_out)):
         for domain, texts in side.items():
-            if not texts:
+            side[domain] = sorted(filter(str.strip, texts), key=lambda text: (place(text), text))
+            if not side[domain]:
                 raise BadInput(f"{name}domain {domain!r}: it has no text; set another path")
     validation = {domain: held_out[domain] for domain in train}
     unseen = {domain: texts for domain, texts in held_out.items() if domain not in train}
@@ -179,14 +181,13 @@ def shuffled(name: str) -> float:
     return place(f"order {name}")
 
 
-def limited(documents: Iterable[Document], most: int) -> Iterator[Document]:
-    """Yield documents until that many bytes are reached."""
-    left = most
+def limited(documents: Iterable[Text], most: float) -> Iterator[Text]:
+    """Yield documents or texts until that many bytes are reached."""
     for document in documents:
-        if left <= 0:
+        if most <= 0:
             return
         yield document
-        left -= len(document.text.encode())
+        most -= len((document.text if isinstance(document, Document) else document).encode())
 
 
 # --- the text of a training
@@ -198,12 +199,12 @@ def read_corpus(data: DataConfig) -> Corpus:
         share = max(data.max_bytes // len(EMBEDDED), 1) if data.max_bytes else BYTES_PER_DOMAIN
         return embedded_corpus(share, data.validation_share)
     opened = sources(data.text, [f"{name}={path}" for name, path in data.domains.items()], None)
-    most = max(data.max_bytes // len(opened), 1) if data.max_bytes else None
+    most = max(data.max_bytes // len(opened), 1) if data.max_bytes else math.inf
     if data.validation:
         held_out = sources((), [f"{name}={path}" for name, path in data.validation.items()], None)
         return corpus_of_sides(
-            {source.domain: texts_of(source, most)() for source in opened},
-            {source.domain: texts_of(source, None)() for source in held_out},
+            {source.domain: list(texts_of(source, most)) for source in opened},
+            {source.domain: list(texts_of(source, math.inf)) for source in held_out},
         )
     return corpus_of({source.domain: texts_of(source, most) for source in opened}, data.validation_share)
 
@@ -217,39 +218,32 @@ def check_texts(data: DataConfig) -> None:
 
 def text_warnings(config: LabConfig, corpus: Corpus, vocabulary: Vocabulary) -> list[str]:
     """Return warnings about unused vocabulary entries and domains of a single document."""
-    warnings = []
-    entries, size = config.model.vocabulary, vocabulary.size
-    if (entries - size) * FEW_UNUSED > entries:
-        remedy = "give more text" if config.data.vocabulary == "bpe" else 'set vocabulary = "bpe" in [data]'
-        warnings.append(
+    entries, size, cut = config.model.vocabulary, vocabulary.size, ", ".join(corpus.cut)
+    remedy = "give more text" if config.data.vocabulary == "bpe" else 'set vocabulary = "bpe" in [data]'
+    which = f"domain {cut} is" if len(corpus.cut) == 1 else f"domains {cut} are each"
+    problems = (
+        (
+            (entries - size) * FEW_UNUSED > entries,
             f"the vocabulary has {size:,} entries, not the {entries:,} of [model] vocabulary; "
-            f"lower it, or {remedy}"
-        )
-    if corpus.cut:
-        single = len(corpus.cut) == 1
-        which = f"domain {corpus.cut[0]} is" if single else f"domains {', '.join(corpus.cut)} are each"
-        warnings.append(
-            f"{which} one document: its end is the validation text, perhaps easier than another document"
-        )
-    return warnings
+            f"lower it, or {remedy}",
+        ),
+        (
+            len(cut) > 0,
+            f"{which} one document: its end is the validation text, perhaps easier than another document",
+        ),
+    )
+    return [words for present, words in problems if present]
 
 
-def texts_of(source: Source, most: int | None) -> Callable[[], list[str]]:
-    def read() -> list[str]:
-        texts, left = [], most
-        for content in source.read():
-            if left is not None and left <= 0:
-                break
-            text = (
-                content
-                if isinstance(content, str)
-                else "\n".join(str(part.get("content", "")) for part in content if isinstance(part, dict))
-            )
-            texts.append(text)
-            left = None if left is None else left - len(text.encode())
-        return texts
+def texts_of(source: Source, most: float) -> Iterator[str]:
+    """Yield a source's texts, of a conversation its turns, until that many bytes are reached."""
 
-    return read
+    def text_of(content: Content) -> str:
+        if isinstance(content, str):
+            return content
+        return "\n".join(str(turn.get("content", "")) for turn in content if isinstance(turn, dict))
+
+    return limited(map(text_of, source.read()), most)
 
 
 def training_vocabulary(config: LabConfig, corpus: Corpus, origin: str | None = None) -> Vocabulary:
@@ -276,28 +270,26 @@ def save_validation(folder: Path, corpus: Corpus) -> None:
 # --- the domains of the embedded corpus
 
 
-def modules() -> list[tuple[str, Path]]:
+@cache
+def modules() -> Sequence[tuple[str, Path]]:
     """Return name and path of every module of the standard library, ordered by hash."""
     folder = Path(sysconfig.get_paths()["stdlib"])
-    paths = [(path.relative_to(folder), path) for path in folder.rglob("*.py")]
-    named = [
-        (".".join(relative.with_suffix("").parts), path)
-        for relative, path in paths
-        if not NO_SOURCES & set(relative.parts)
-    ]
+    paths = [path for path in folder.rglob("*.py") if not NO_SOURCES & set(path.relative_to(folder).parts)]
+    named = [(".".join(path.relative_to(folder).with_suffix("").parts), path) for path in paths]
     return sorted(named, key=lambda module: shuffled(module[0]))
 
 
-def readable(path: Path) -> str | None:
+def readable(path: Path) -> str:
+    """Return a file's text, cut short; nothing where it cannot be read."""
     try:
         return path.read_text(encoding="utf-8")[:LONGEST]
     except (OSError, UnicodeDecodeError):
-        return None
+        return ""
 
 
 def code() -> Iterator[Document]:
     for name, path in modules():
-        if (text := readable(path)) is not None and text.strip():
+        if (text := readable(path)).strip():
             yield Document("code", name, text)
 
 
@@ -309,8 +301,7 @@ def prose() -> Iterator[Document]:
     for name in sorted(topics, key=shuffled):
         yield Document("prose", groups[name], topics[name])
     for name, path in modules():
-        text = docstrings(path)
-        if len(text) >= SHORTEST_DOCSTRINGS:
+        if len(text := docstrings(path)) >= SHORTEST_DOCSTRINGS:
             yield Document("prose", name, text)
 
 
@@ -334,9 +325,8 @@ def topic_groups(topics: dict[str, str]) -> dict[str, str]:
 
 
 def docstrings(path: Path) -> str:
-    source = readable(path)
     try:
-        tree = ast.parse(source or "")
+        tree = ast.parse(readable(path))
     except (SyntaxError, ValueError):  # truncated, or of another Python version
         return ""
     kinds = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
@@ -347,7 +337,7 @@ def docstrings(path: Path) -> str:
 def headers() -> Iterator[Document]:
     folder = Path(sysconfig.get_paths()["include"])
     for path in sorted(folder.rglob("*.h"), key=lambda path: shuffled(path.relative_to(folder).as_posix())):
-        if (text := readable(path)) is not None and text.strip():
+        if (text := readable(path)).strip():
             yield Document("headers", f"header {path.relative_to(folder).as_posix()}", text)
 
 
@@ -362,8 +352,7 @@ def arithmetic() -> Iterator[Document]:
 def calculation(draw: random.Random) -> str:
     a, b = draw.randrange(1, 10 ** draw.randint(1, 3)), draw.randrange(1, 10 ** draw.randint(1, 2))
     sign = draw.choice("+-*/")
-    if sign == "/":
-        a = a * b  # quotients are integers
+    a = a * b if sign == "/" else a  # quotients are integers
     result = {"+": a + b, "-": a - b, "*": a * b, "/": a // b}[sign]
     return f"{a} {sign} {b} = {result}"
 

@@ -2,31 +2,24 @@
 
 from __future__ import annotations
 
+import json
 import math
-from typing import Any
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any, cast
 
 import pandas as pd
 
 from moescope.errors import BadInput
-from moescope.lab.figures_study import (
-    ALONG,
-    ARMS,
-    OVERALL,
-    OVERHEAD,
-    TARGET_CV,
-    compared,
-    detectable_text,
-    reference_of,
-)
-from moescope.lab.figures_study_curves import CURVE_FIGURES
-from moescope.lab.report_results import results_sections
-from moescope.lab.results_conditions import settings
+from moescope.lab.arm_tables import of_question, with_arm_tables
+from moescope.lab.figures import ALONG, ARMS, CURVES, OVERALL, OVERHEAD
 from moescope.lab.tables import TABLES
 from moescope.plotting.style import capital, counted, listed, number
-from moescope.reporting.pack import plain_table, table_payload
+from moescope.reporting.pack import table_payload
 from moescope.reporting.untrusted import plot_words
+from moescope.reporting.views import drawable, shown_table
 from moescope.run import Run
-from moescope.verb import FigureSpec, Finding, KeyNumber, Section, Selection, Summary, Tables
+from moescope.verb import Drawable, Finding, KeyNumber, Payload, Section, Selection, Summary, Tables
 
 GUIDE = (
     "Arms are trained under the same seeds and compared with the reference seed by seed, by one endpoint, "
@@ -36,37 +29,49 @@ GUIDE = (
 )
 QUESTIONS = {
     "main": ("Router comparison", "Validation loss of each arm against {reference} under the same seed."),
-    "ablation": (
-        "Ablations",
-        "One part removed at a time; {reference} is complete. Above 0: worse.",
-    ),
+    "ablation": ("Ablations", "One part removed at a time; {reference} is complete. Above 0: worse."),
     "sweep": ("Option sweeps", "One option varied, all else fixed; compared with {reference}."),
     "scaling": (
         "Scaling",
         "Several sizes; compared with {reference}, so differences include the effect of size alone.",
     ),
 }
-COMPARED = [
-    "arm", "verdict", "seeds", "mean", "low", "high", "difference", "difference_low", "difference_high",
-    "difference_std", "statistic", "degrees_of_freedom", "p_value", "p_adjusted", "hedges_g", "rank_p",
+COMPARED = (
+    *("arm", "verdict", "seeds", "mean", "low", "high", "difference", "difference_low", "difference_high"),
+    *("difference_std", "statistic", "degrees_of_freedom", "p_value", "p_adjusted", "hedges_g", "rank_p"),
     "detectable_difference",
-]  # fmt: skip
-TRAINED = [
-    "arm", "seed", "question", "status", "validation_loss", "noise_low", "noise_high", "load_cv",
-    "max_over_mean", "routing_entropy", "unused_share", "dropped_share", "consistency", "usage_sigma",
-    "kendall_tau", "tokens_per_second", "peak_memory_bytes", "seconds", "message",
-]  # fmt: skip
+)
+TRAINED = (
+    *("arm", "seed", "question", "status", "validation_loss", "noise_low", "noise_high", "load_cv"),
+    *("max_over_mean", "routing_entropy", "unused_share", "dropped_share", "consistency", "usage_sigma"),
+    *("kendall_tau", "tokens_per_second", "peak_memory_bytes", "seconds", "message"),
+)
+BALANCE = (
+    *("load_cv", "load_cv_chance", "max_over_mean", "routing_entropy", "routing_entropy_chance"),
+    *("unused_share", "dropped_share"),
+)
+STABILITY = ("consistency", "consistency_chance", "k_of_n", "usage_sigma", "kendall_tau")
+COST = (
+    *("parameters_total", "parameters_trainable", "parameters_active", "flops_per_token"),
+    *("tokens_per_second", "relative_speed", "peak_memory_gb", "seconds"),
+)
+UNTRUSTED = ("arm", "reference", "router", "domain", "axis", "label", "line")
+TARGET_CV = 0.1
 MAX_CLAIMS, MAX_OTHER_CLAIMS = 8, 3  # sentences about single arms, of the main and of other questions
-Heads = list[tuple[str, str, str]]  # glossary entry or name, what stands in the head, kind
 
 
 def study_tables(run: Run) -> Tables:
-    """Return the study's tables with names safe for figures, the rows of the study's reference first."""
+    """Return the study's tables with names safe for figures, the rows of the study's reference first.
+
+    What follows from the trainings is made here for a study that was written before these tables existed.
+    """
     if "study_comparisons" not in run.tables:
         raise BadInput(f"{run.path}: no comparison in this study yet; repeat its command to finish it")
     tables = {name: run.table(name) for name in run.tables}
+    if "study_arms" not in tables:
+        tables = with_arm_tables(tables, run.info["reference"])
     for frame in tables.values():
-        for column in ("arm", "reference", "router", "domain", "axis", "label"):
+        for column in UNTRUSTED:
             if column in frame:
                 frame[column] = frame[column].map(plot_words, na_action="ignore")
     comparisons = tables["study_comparisons"]
@@ -80,11 +85,17 @@ def select(run: Run, selection: Selection) -> Tables:
     tables = study_tables(run)
     question = selection.values.get("question", next(iter(compared_questions(tables)), "main"))
     selected = of_question(tables, question)
-    frames = {str(frame["axis"].iloc[0]): frame for frame in axis_frames(selected, question)}
-    axis = selection.values.get("axis", next(iter(frames), ""))
-    selected.pop("study_axes", None)
-    others = {"study_axes": frames[axis]} if axis in frames else {}
-    return {**selected, **others, **{name: tables[name] for name in ("overhead",) if name in tables}}
+    if "study_values" in selected:
+        along = selected["study_values"]
+        axis = selection.values.get("axis", next(iter(along["axis"]), ""))
+        selected["study_values"] = along[along["axis"] == axis]
+    return {**selected, **{name: tables[name] for name in ("overhead",) if name in tables}}
+
+
+def compared_questions(tables: Tables) -> dict[str, Tables]:
+    """Return the tables of each question with at least two arms."""
+    by_question = {name: of_question(tables, name) for name in questions_of(tables)}
+    return {name: part for name, part in by_question.items() if len(part["study_comparisons"]) > 1}
 
 
 def questions_of(tables: Tables) -> list[str]:
@@ -92,19 +103,11 @@ def questions_of(tables: Tables) -> list[str]:
     return [*(name for name in QUESTIONS if name in there), *sorted(there - set(QUESTIONS))]
 
 
-def of_question(tables: Tables, question: str) -> Tables:
-    """Return the tables with only the question's arms and its reference."""
-    comparisons = tables["study_comparisons"]
-    rows = comparisons[comparisons["question"] == question]
-    arms = set(rows["arm"])
-    others = {name: frame[frame["arm"].isin(arms)] for name, frame in tables.items() if "arm" in frame}
-    return {**others, "study_comparisons": rows}
+def reference_of(comparisons: pd.DataFrame) -> str:
+    return str(comparisons["reference"].iloc[0])
 
 
-def compared_questions(tables: Tables) -> dict[str, Tables]:
-    """Return the tables of each question with at least two arms."""
-    by_question = {name: of_question(tables, name) for name in questions_of(tables)}
-    return {name: part for name, part in by_question.items() if len(part["study_comparisons"]) > 1}
+# --- sections
 
 
 def sections(run: Run, selection: Selection) -> list[Section]:
@@ -117,27 +120,63 @@ def sections(run: Run, selection: Selection) -> list[Section]:
     parts = [question_section(part, name, name == first) for name, part in by_question.items()]
     if parts[0].figures:
         parts.insert(0, Section("overview", parts[0].title, figures=parts[0].figures[:1], tab="overview"))
-    figures = [(spec, by_question[first]) for spec in CURVE_FIGURES if spec.can_draw(by_question[first])]
-    if figures:
+    if figures := drawable(CURVES, by_question[first]):
         text = "Loss on held-out text, and routing in training, by step."
         parts.append(Section("curves", "Training curves", text, figures))
     text = "Means over seeds at the end of training, with balanced random routing for comparison."
-    trainings = table_payload(TABLES["study_runs"], tables["study_runs"], TRAINED, "All trainings")
-    payloads = [balance_table(tables), stability_table(tables), trainings]
+    payloads = [
+        arm_table(tables, BALANCE, "Load at the end of training"),
+        arm_table(tables, STABILITY, "Stability over the last checkpoints"),
+        table_payload(TABLES["study_runs"], tables["study_runs"], TRAINED, "All trainings"),
+    ]
     parts.append(Section("balance", "Load balance and stability", text, [], payloads))
-    figures, payloads = [], [cost_table(tables)]
-    if OVERHEAD.can_draw(tables):
-        figures = [(OVERHEAD, tables)]
-        columns = ["router", "component", "milliseconds", "flops", "share"]
-        payloads.append(table_payload(TABLES["overhead"], tables["overhead"], columns, "All components"))
+    payloads = [arm_table(tables, COST, "Size, speed and memory")]
+    if len(overhead := tables.get("overhead", pd.DataFrame())):
+        columns = ("router", "component", "milliseconds", "flops", "share")
+        payloads.append(table_payload(TABLES["overhead"], overhead, columns, "All components"))
     text = "Cost of a training, and time of one block. Parallel trainings slow each other down."
-    parts.append(Section("cost", "Cost", text, figures, payloads))
-    return parts
+    return [*parts, Section("cost", "Cost", text, drawable(OVERHEAD, tables), payloads)]
 
 
-def overlay(runs: list[Run]) -> list[Section]:
-    """Return the page "Results", from all studies together."""
-    return results_sections([described(study_tables(run), run) for run in runs])
+def question_section(tables: Tables, question: str, first: bool) -> Section:
+    title, text = QUESTIONS.get(question, (capital(question), "Each arm against {reference}."))
+    comparisons = tables["study_comparisons"]
+    figures: list[tuple[Drawable, Tables]] = drawable([*ARMS, *(OVERALL if first else [])], tables)
+    for axis, along in tables["study_values"].groupby("axis", sort=False) if "study_values" in tables else ():
+        named = [
+            replace(cast(Any, spec), title=f"Loss and load by {axis_words(str(axis))}") for spec in ALONG
+        ]
+        figures += drawable(named, {**tables, "study_values": along})
+    text = f"{text.format(reference=reference_of(comparisons))} Paired t per arm, Holm-corrected."
+    table = table_payload(
+        TABLES["study_comparisons"], comparisons, COMPARED, "All arms against the reference"
+    )
+    return Section(f"question-{question}", title, text, figures, [table])
+
+
+def axis_words(axis: str) -> str:
+    """Return the axis' last part: epsilon of model.router_options.epsilon."""
+    return axis.split(".")[-1].replace("_", " ")
+
+
+def arm_table(tables: Tables, columns: Sequence[str], title: str) -> Payload:
+    """Return means per arm, with how many trainings they are of, or why there are none."""
+    names = ("arm", "trainings", "done", "state", *columns)
+    return shown_table(TABLES["study_arms"], tables["study_arms"], names, title)
+
+
+# --- claims
+
+
+def claims(files: Sequence[Any], runs: list[Run]) -> tuple[list[dict[str, Any]], list[Section]]:
+    """Judge the claims of these files by these studies; also return their sections of the page."""
+    from moescope.lab.report_claims import claims_page
+
+    tables = [described(study_tables(run), run) for run in runs]
+    judged, sections = claims_page(
+        files, runs, {str(one["study_name"]["name"].iloc[0]): one for one in tables}
+    )
+    return json.loads(judged.to_json(orient="records", double_precision=15)), sections
 
 
 def described(tables: Tables, run: Run) -> Tables:
@@ -155,19 +194,59 @@ def described(tables: Tables, run: Run) -> Tables:
     }
 
 
-def question_section(tables: Tables, question: str, first: bool) -> Section:
-    title, text = QUESTIONS.get(question, (capital(question), "Each arm against {reference}."))
-    comparisons = tables["study_comparisons"]
-    figures: list[tuple[FigureSpec, Tables]] = []
-    figures += [(spec, tables) for spec in (*ARMS, *(OVERALL if first else [])) if spec.can_draw(tables)]
-    for places in axis_frames(tables, question):
-        along = {**tables, "study_axes": places}
-        figures += [(spec, along) for spec in ALONG if spec.can_draw(along)]
-    text = f"{text.format(reference=reference_of(comparisons))} Paired t per arm, Holm-corrected."
-    table = table_payload(
-        TABLES["study_comparisons"], comparisons, COMPARED, "All arms against the reference"
-    )
-    return Section(f"question-{question}", title, text, figures, [table])
+def settings(info: dict[str, Any]) -> pd.DataFrame:
+    """Return arm, name, value: steps, tokens per step, checkpoints, learning rate, width, options of the
+    router, and whether padding is to be predicted.
+    """
+    rows = []
+    base = info.get("base", {})
+    for arm in info.get("arms", []):
+        model, train, data = (
+            {**base.get(part, {}), **arm.get("overrides", {}).get(part, {})}
+            for part in ("model", "train", "data")
+        )
+        names = ("steps", "sequence_length", "learning_rate", "checkpoint_every")
+        values = {name: train.get(name) for name in names} | (model.get("router_options") or {})
+        values["d_model"] = model.get("d_model")
+        values["tokens_per_step"] = train.get("batch_size", 1) * train.get("sequence_length", 1)
+        values["pad_targets"] = int(data.get("layout") == "padded")
+        rows += [
+            {"arm": plot_words(arm["name"]), "name": name, "value": float(value)}
+            for name, value in values.items()
+            if isinstance(value, int | float) and not isinstance(value, bool)
+        ]
+    return pd.DataFrame(rows, columns=["arm", "name", "value"])
+
+
+# --- words
+
+
+def guide(run: Run) -> list[str]:
+    return [GUIDE]
+
+
+def page_title(run: Run) -> str:
+    return f"{run.name}: a study of {counted(len(run.info['arms']), 'arm')} against {run.info['reference']}"
+
+
+def coverage(run: Run) -> list[str]:
+    runs = run.table("study_runs")
+    seeds = sorted(int(seed) for seed in runs["seed"].unique())
+    done = int((runs["status"] == "done").sum())
+    lines = [
+        f"{counted(runs['arm'].nunique(), 'arm')} under {counted(len(seeds), 'seed')} "
+        f"({', '.join(map(str, seeds))}): {done} of {counted(len(runs), 'training')} done; reference "
+        f"{run.info['reference']}"
+    ]
+    if base := run.info.get("base", {}):
+        model, train = base["model"], base["train"]
+        duration = f"{train['steps']:,} steps" if train["steps"] else f"{train['epochs']} epochs in steps"
+        lines.append(
+            f"base: {counted(model['layers'], 'layer')} of {counted(model['experts'], 'expert')}, width "
+            f"{model['d_model']}, {duration} of {train['batch_size'] * train['sequence_length']:,} tokens; "
+            f"corpus {run.info.get('corpus', 'unknown')}"
+        )
+    return lines
 
 
 def summary(run: Run) -> Summary:
@@ -185,275 +264,125 @@ def summary(run: Run) -> Summary:
         if len(part["study_comparisons"]) > 1:
             found += question_findings(part["study_comparisons"], question)
         if question == "sweep":
-            found += target_findings(part["study_runs"])
+            found += target_findings(part["study_arms"])
         sentences += [Finding(text, section=f"question-{question}") for text in found]
-    unfinished = unfinished_findings(tables["study_runs"])
-    sentences += [Finding(text, section="balance") for text in unfinished]
+    sentences += [Finding(text, section="balance") for text in unfinished_findings(tables["study_runs"])]
     return Summary(coverage(run), sentences, key_numbers(tables))
 
 
 def key_numbers(tables: Tables) -> list[KeyNumber]:
     """Return the first question's best difference and its load CV, the detectable difference, progress."""
-    runs, questions = tables["study_runs"], compared_questions(tables)
-    comparisons = next(iter(questions.values()), tables)["study_comparisons"]
-    reference, known = reference_of(comparisons), compared(comparisons)
+    runs = tables["study_runs"]
+    comparisons = next(iter(compared_questions(tables).values()), tables)["study_comparisons"]
+    known = comparisons[comparisons["difference"].notna()]
     done = KeyNumber("Trainings done", int((runs["status"] == "done").sum()), unit=f"of {len(runs)}")
     if known.empty:
         return [done]
     best = known.loc[known["difference"].idxmin()]
     detectable = float(known["detectable_difference"].astype(float).median())
-    numbers = [
-        KeyNumber(
-            f"{best['arm']} minus {reference}",
-            best["difference"],
-            0.0,
-            "nats/token",
-            best["verdict"],
-            "no difference",
-            detectable if math.isfinite(detectable) else None,
-        )
-    ]
-    if math.isfinite(detectable):
-        numbers.append(KeyNumber("Detectable difference", detectable, None, "nats/token", "80 % power"))
-    means = arm_means(tables).loc[best["arm"]]
-    if math.isfinite(means["load_cv"]):
-        chance = means["load_cv_chance"] if math.isfinite(means["load_cv_chance"]) else None
-        numbers.append(KeyNumber(f"Load CV of {best['arm']}", means["load_cv"], chance))
+    most = detectable if math.isfinite(detectable) else None
+    name, unit = f"{best['arm']} minus {best['reference']}", "nats/token"
+    numbers = [KeyNumber(name, best["difference"], 0.0, unit, best["verdict"], "no difference", most)]
+    if most is not None:
+        numbers.append(KeyNumber("Detectable difference", most, None, unit, "80 % power"))
+    means = tables["study_arms"].set_index("arm").loc[best["arm"]]
+    cv, chance = (float(means[name]) for name in ("load_cv", "load_cv_chance"))
+    if math.isfinite(cv):
+        level = chance if math.isfinite(chance) else None
+        numbers.append(KeyNumber(f"Load CV of {best['arm']}", cv, level))
     return [*numbers, done]
-
-
-def guide(run: Run) -> list[str]:
-    return [GUIDE]
 
 
 def question_findings(comparisons: pd.DataFrame, question: str) -> list[str]:
     """State each arm that is better or worse, and for the others the detectable difference."""
-    reference, known = reference_of(comparisons), compared(comparisons)
+    reference, known = reference_of(comparisons), comparisons[comparisons["difference"].notna()]
     label = "" if question == "main" else f"{capital(question)}: "
     limit = MAX_CLAIMS if question == "main" else MAX_OTHER_CLAIMS
     if known.empty:
         return [f"{label}No arm can be compared with {reference} yet."]
-    sentences = []
     claimed = known[known["verdict"].isin(["better", "worse"])]
     claimed = claimed.sort_values("difference", key=abs, ascending=False)
-    for row in claimed.head(limit).sort_values("difference").to_dict("records"):
-        sentences.append(
-            f"{label}{row['arm']} is {number(abs(row['difference']))} nats per token {row['verdict']} than "
-            f"{reference} (95 % {format_interval(row)}; Holm-corrected for {counted(len(known), 'arm')}: "
-            f"{format_p(row['p_adjusted'])}; {counted(int(row['seeds']), 'seed')})."
-        )
+    said = [
+        f"{label}{difference_words(row)} nats per token: {row['verdict']} (Holm-corrected for "
+        f"{counted(len(known), 'arm')}: {p_words(row['p_adjusted'])}; {counted(int(row['seeds']), 'seed')})."
+        for row in claimed.head(limit).sort_values("difference").to_dict("records")
+    ]
     if len(claimed) > limit:
         rest = [f"{row.arm} ({row.verdict})" for row in claimed.iloc[limit:].itertuples()]
-        sentences.append(f"{label}also different from {reference}: {listed(rest)}.")
-    alike = known[known["verdict"] == "not distinguishable"]
-    if len(alike):
-        seeds, detectable = seed_range(alike), detectable_text(alike)
-        sentences.append(
-            f"{label}not distinguishable from {reference} with {seeds}: {arm_list(alike)}{detectable}."
+        said.append(f"{label}Also different from {reference}: {listed(rest)}.")
+    most = comparisons.loc[comparisons["arm"] == reference, "seeds"].max()
+    groups = {
+        verdict: rows for verdict, rows in known.groupby("verdict") if verdict not in ("better", "worse")
+    }
+    if (rows := groups.get("not distinguishable")) is not None:
+        detectable = rows["detectable_difference"].astype(float).dropna()
+        ends = dict.fromkeys((number(detectable.min()), number(detectable.max())))
+        power = f"; detectable (80 % power): {' to '.join(ends)} nats" if len(detectable) else ""
+        said.append(f"{label}Not distinguishable from {reference} with {of_arms(rows)}{power}.")
+    if (rows := groups.get("too few seeds to say")) is not None:
+        largest = rows.loc[rows["difference"].abs().idxmax()].to_dict()
+        said.append(
+            f"{label}{of_arms(rows, 'too few to claim anything about ')}. Largest difference: "
+            f"{difference_words(largest)} nats per token."
         )
-    few = known[known["verdict"] == "too few seeds to say"]
-    if len(few):
-        largest = few.loc[few["difference"].abs().idxmax()]
-        interval = f" (95 % {format_interval(largest)})" if math.isfinite(largest["difference_low"]) else ""
-        sentences.append(
-            f"{label}{seed_range(few)}: too few to claim anything about {arm_list(few)}. Largest difference "
-            f"from {reference}: {largest['arm']}, {number(largest['difference'])} nats{interval}."
+    if (rows := groups.get("no spread over seeds")) is not None:
+        said.append(
+            f"{label}Every seed gave the same difference from {reference} for {names(rows)}: no test."
         )
-    flat = known[known["verdict"] == "no spread over seeds"]
-    if len(flat):
-        sentences.append(
-            f"{label}every seed gave the same difference from {reference} for {arm_list(flat)}: no test."
+    if len(rows := known[known["seeds"] < most]):
+        said.append(
+            f"{label}Missing seeds of {reference}: {names(rows)}, compared on {seeds(rows)}; an arm "
+            "that fails where it does badly looks better than it is."
         )
-    partial = known[known["seeds"] < comparisons.loc[comparisons["arm"] == reference, "seeds"].max()]
-    if len(partial):
-        sentences.append(
-            f"{label}missing seeds of {reference}: {arm_list(partial)}, compared on {seed_range(partial)}; "
-            "an arm that fails where it does badly looks better than it is."
-        )
-    # a sentence begins with a capital letter, unless it begins with the name of an arm
-    arms = tuple(f"{arm} is " for arm in known["arm"])
-    return [sentence if sentence.startswith(arms) else capital(sentence) for sentence in sentences]
+    return said
 
 
-def format_p(p: float) -> str:
+def difference_words(row: dict[str, Any]) -> str:
+    """ "spectra minus top2 = −0.049 [−0.055, −0.042]"."""
+    low, high = row["difference_low"], row["difference_high"]
+    interval = f" [{number(low)}, {number(high)}]" if math.isfinite(low) else ""
+    return f"{row['arm']} minus {row['reference']} = {number(row['difference'])}{interval}"
+
+
+def p_words(p: float) -> str:
     return f"p {p:.2g}" if p >= 1e-4 else "p < 0.0001"
 
 
-def format_interval(row: Any) -> str:
-    return f"{number(row['difference_low'])} to {number(row['difference_high'])}"
-
-
-def arm_list(rows: pd.DataFrame) -> str:
+def names(rows: pd.DataFrame) -> str:
     return listed(list(rows["arm"])) if len(rows) <= 4 else counted(len(rows), "arm")
 
 
-def seed_range(rows: pd.DataFrame) -> str:
+def seeds(rows: pd.DataFrame) -> str:
     low, high = int(rows["seeds"].min()), int(rows["seeds"].max())
     return counted(low, "seed") if low == high else f"{low} to {high} seeds"
 
 
-def target_findings(runs: pd.DataFrame) -> list[str]:
+def of_arms(rows: pd.DataFrame, words: str = "") -> str:
+    return f"{seeds(rows)}: {words}{names(rows)}"
+
+
+def target_findings(arms: pd.DataFrame) -> list[str]:
     """Count the settings of a sweep that reach the target load CV."""
-    done = runs[(runs["status"] == "done") & (runs["question"] == "sweep")]
-    cv = done.groupby("arm")["load_cv"].mean().dropna()
+    cv = arms[arms["question"] == "sweep"].set_index("arm")["load_cv"].astype(float).dropna()
     if cv.empty:
         return []
     return [
         f"Sweep: {int((cv < TARGET_CV).sum())} of {counted(len(cv), 'setting')} "
-        f"{'ends' if len(cv) == 1 else 'end'} with a load CV below the "
-        f"target {TARGET_CV}; lowest {number(cv.min())} ({cv.idxmin()})."
+        f"{'ends' if len(cv) == 1 else 'end'} with a load CV below the target {TARGET_CV}; lowest "
+        f"{number(cv.min())} ({cv.idxmin()})."
     ]
 
 
 def unfinished_findings(runs: pd.DataFrame) -> list[str]:
-    sentences = []
+    said = []
     failed, left = runs[runs["status"] == "failed"], runs[runs["status"] == "not run"]
     total = counted(len(runs), "training")
     if len(failed):
         first = failed.iloc[0]
         why = f": {plot_words(str(first['message']))}" if first["message"] else ""
-        sentences.append(
+        said.append(
             f"{len(failed)} of {total} failed; the first, {first['arm']} with seed {first['seed']}{why}."
         )
     if len(left):
-        sentences.append(f"{len(left)} of {total} were not run.")
-    return sentences
-
-
-def coverage(run: Run) -> list[str]:
-    runs = run.table("study_runs")
-    seeds = sorted(int(seed) for seed in runs["seed"].unique())
-    done = int((runs["status"] == "done").sum())
-    lines = [
-        f"{counted(runs['arm'].nunique(), 'arm')} under {counted(len(seeds), 'seed')} "
-        f"({', '.join(map(str, seeds))}): {done} of {counted(len(runs), 'training')} done; reference "
-        f"{run.info['reference']}"
-    ]
-    base = run.info.get("base", {})
-    if base:
-        model, train = base["model"], base["train"]
-        duration = f"{train['steps']:,} steps" if train["steps"] else f"{train['epochs']} epochs in steps"
-        lines.append(
-            f"base: {counted(model['layers'], 'layer')} of "
-            f"{counted(model['experts'], 'expert')}, width {model['d_model']}, {duration} of "
-            f"{train['batch_size'] * train['sequence_length']:,} tokens; corpus "
-            f"{run.info.get('corpus', 'unknown')}"
-        )
-    return lines
-
-
-def page_title(run: Run) -> str:
-    return f"{run.name}: a study of {counted(len(run.info['arms']), 'arm')} against {run.info['reference']}"
-
-
-# --- tables of arms
-
-
-def axis_frames(tables: Tables, question: str) -> list[pd.DataFrame]:
-    """Return one frame (arm, axis, value, line) per numeric axis; `line` is the position on the other axes.
-
-    Named sizes are placed at their active parameters.
-    """
-    rows = tables.get("study_axes")
-    if rows is None or rows.empty:
-        return []
-    active = tables["study_runs"].groupby("arm")["parameters_active"].first().astype(float)
-    frames = []
-    for axis, on_axis in rows.groupby("axis", sort=False):
-        named = on_axis["value"].isna().any()
-        if named and (question != "scaling" or axis == "router"):
-            continue
-        others = rows[rows["axis"] != axis]
-        labels = others["label"].where(others["axis"] == "router", others["axis"] + " " + others["label"])
-        lines = labels.groupby(others["arm"]).agg(", ".join)
-        frame = pd.DataFrame(
-            {
-                "arm": on_axis["arm"],
-                "axis": f"active parameters ({axis})" if named else axis,
-                "value": on_axis["arm"].map(active) if named else on_axis["value"].astype(float),
-                "line": on_axis["arm"].map(lines).fillna(""),
-            }
-        )
-        if frame["value"].nunique() > 1:
-            frames.append(frame.dropna().reset_index(drop=True))
-    return frames
-
-
-def balance_table(tables: Tables) -> dict[str, Any]:
-    """Load at the end of training, with the level of balanced random routing over as many tokens."""
-    heads: Heads = [
-        ("load_cv", "load CV", "load_cv"),
-        ("load_cv_chance", "balanced random routing", "load_cv_chance"),
-        ("study_runs.max_over_mean", "max/mean", "max_over_mean"),
-        ("study_runs.routing_entropy", "routing entropy", "routing_entropy"),
-        ("routing_entropy_chance", "uniform router", "routing_entropy_chance"),
-        ("unused_share", "unused experts", "unused_share"),
-        ("dropped_share", "dropped", "dropped_share"),
-    ]
-    return arm_table("balance", "Load at the end of training", tables, heads)
-
-
-def stability_table(tables: Tables) -> dict[str, Any]:
-    heads: Heads = [
-        ("consistency", "consistency", "consistency"),
-        ("k_of_n", "chance level k/n", "k_of_n"),
-        ("study_runs.usage_sigma", "usage σ", "usage_sigma"),
-        ("study_runs.kendall_tau", "Kendall τ (chance level 0)", "kendall_tau"),
-    ]
-    return arm_table("stability_of_arms", "Stability over the last checkpoints", tables, heads)
-
-
-def cost_table(tables: Tables) -> dict[str, Any]:
-    heads: Heads = [
-        ("parameters_total", "parameters", "parameters_total"),
-        ("parameters_trainable", "trained", "parameters_trainable"),
-        ("parameters_active", "active", "parameters_active"),
-        ("flops_per_token", "FLOPs per token", "flops_per_token"),
-        ("study_runs.tokens_per_second", "tokens/s", "tokens_per_second"),
-        ("relative_speed", "times the reference", "relative_speed"),
-        ("study_runs.peak_memory_bytes", "peak memory, GB", "peak_gb"),
-        ("seconds", "seconds", "seconds"),
-    ]
-    return arm_table("cost_of_arms", "Size, speed and memory", tables, heads)
-
-
-KNOWN_BEFORE = (
-    "parameters_total", "parameters_trainable", "parameters_active", "flops_per_token", "k_of_n",
-)  # fmt: skip
-
-
-def arm_table(name: str, title: str, tables: Tables, heads: Heads) -> dict[str, Any]:
-    """Return one row per arm: means over its finished trainings, or why there is none."""
-    runs = tables["study_runs"]
-    means = arm_means(tables)
-    rows = []
-    for arm in dict.fromkeys(runs["arm"]):
-        trainings = runs[runs["arm"] == arm]
-        done = int((trainings["status"] == "done").sum())
-        why = "" if done else "failed" if (trainings["status"] == "failed").any() else "not run"
-        cells = [
-            why if why and column not in KNOWN_BEFORE else means.loc[arm].get(column, math.nan)
-            for _, _, column in heads
-        ]
-        rows.append([arm, f"{done} of {len(trainings)}", *cells])
-    columns = [("arm", "arm", "text"), ("study_runs.status", "seeds done", "text")]
-    columns += [(entry, head, "float") for entry, head, _ in heads]
-    return plain_table(name, title, columns, rows)
-
-
-def arm_means(tables: Tables) -> pd.DataFrame:
-    """Return means over finished trainings by arm."""
-    runs = tables["study_runs"]
-    numbers = [
-        column for column in runs.columns if column not in ("arm", "seed", "question", "status", "message")
-    ]
-    runs = runs.astype(dict.fromkeys(numbers, float))
-    means = runs[runs["status"] == "done"].groupby("arm")[numbers].mean().reindex(runs["arm"].unique())
-    before = [column for column in KNOWN_BEFORE if column in numbers]
-    means[before] = runs.groupby("arm")[before].first()
-    sizes = runs.groupby("arm")[["top_k", "n_experts"]].first().reindex(means.index)
-    means["k_of_n"] = sizes["top_k"] / sizes["n_experts"]
-    means["peak_gb"] = means["peak_memory_bytes"] / 1e9
-    reference = str(tables["study_comparisons"]["reference"].iloc[0])
-    means["relative_speed"] = means["tokens_per_second"] / means["tokens_per_second"].get(reference, math.nan)
-    return means
+        said.append(f"{len(left)} of {total} were not run.")
+    return said

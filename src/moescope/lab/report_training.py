@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import pandas as pd
 
 from moescope.errors import BadInput
-from moescope.lab.figures_training import BASE_LOSSES, KEYS, LOSS_BY_RUN, LOSSES, SPEED, all_domains
+from moescope.lab.figures import BASE_LOSSES, LOSS_BY_RUN, LOSSES, SPEED
 from moescope.lab.tables import TRAIN_TABLES
 from moescope.plotting.style import RANDOM, byte_size, counted, listed, number, span
 from moescope.reporting.pack import plain, table_payload
 from moescope.reporting.page import run_names
 from moescope.reporting.untrusted import plot_words
+from moescope.reporting.views import drawable
 from moescope.routing.report_monitor import (
     STEP_COLUMNS,
     alert_findings,
@@ -27,10 +28,10 @@ from moescope.routing.report_monitor import (
 )
 from moescope.run import Run
 from moescope.verb import (
-    FigureSpec,
     Finding,
     KeyNumber,
     LayerCards,
+    Payload,
     Section,
     Selection,
     Summary,
@@ -44,12 +45,7 @@ BASE_COLUMNS = (
     *("difference", "difference_low", "difference_high"),
     *("trained_minus", "trained_minus_low", "trained_minus_high"),
 )
-METRIC_WORDS = {
-    "gini": "Gini of the load",
-    "load_entropy_bits": "entropy of the load in bits",
-    "used": "share of experts used",
-    "cosine": "mean cosine of two keys",
-}
+KEY_COLUMNS = ("layer", "metric", "value", "chance", "chance_spread", "collapse")
 
 
 def guide(run: Run) -> list[str]:
@@ -61,12 +57,28 @@ def guide(run: Run) -> list[str]:
 
 
 def select(run: Run, selection: Selection) -> Tables:
-    """Return the tables with names of domains that are safe in figures."""
+    """Return the tables with names of domains that are safe in figures.
+
+    Losses between two logged steps, and of an earlier version baselines and gains, follow from evaluations.
+    """
     tables = all_rows(run, selection)
     for frame in tables.values():
         if "domain" in frame:
             frame["domain"] = frame["domain"].map(plot_words)
+    if {"steps", "evaluations"} <= set(tables):
+        rows = tables["evaluations"].astype({"gain": float})
+        whole = all_domains(rows).set_index("step").rename(columns={"loss": "validation_loss"})
+        known = whole[["validation_loss", "unigram_loss", "uniform_loss"]]
+        steps = tables["steps"].astype(dict.fromkeys(known, float)).set_index("step").combine_first(known)
+        tables["steps"] = steps.reset_index()[list(tables["steps"])]
+        gain = rows["gain"].fillna(rows["unigram_loss"] - rows["loss"])
+        tables["evaluations"] = rows.assign(gain=gain)
     return tables
+
+
+def all_domains(evaluations: pd.DataFrame) -> pd.DataFrame:
+    """Return the evaluations of all domains together, in order of steps."""
+    return evaluations[evaluations["domain"] == ""].sort_values("step")
 
 
 def summary(run: Run) -> Summary:
@@ -74,14 +86,13 @@ def summary(run: Run) -> Summary:
     if "evaluations" not in run.tables or not len(run.table("evaluations")):
         return Summary(coverage(run), ["No evaluation yet.", *status(run)])
     rows = run.table("evaluations")
-    total = all_domains(rows)
-    first, last = total.iloc[0], total.iloc[-1]
-    worse = "worse than at the start" if last["loss"] > first["loss"] else ""
-    start = f"{number(first['loss'])} before training"
+    first, last = all_domains(rows).iloc[[0, -1]].to_dict("records")
+    loss, unigram = float(last["loss"]), float(last["unigram_loss"])
+    worse = "worse than at the start" if loss > first["loss"] else ""
     text = (
-        f"Validation loss: {number(last['loss'])} nats per token after {int(last['step']):,} steps, "
-        f"{f'{worse}: {start}' if worse else start} (unigram baseline: {number(last['unigram_loss'])}, "
-        f"uniform: {number(last['uniform_loss'])}).{other_sample(run)}"
+        f"Validation loss: {number(loss)} nats per token after {int(last['step']):,} steps"
+        f"{worse and f', {worse}'}; {number(first['loss'])} before training (unigram baseline: "
+        f"{number(unigram)}, uniform: {number(last['uniform_loss'])}).{other_sample(run)}"
     )
     findings: list[str] = [Finding(text, figure="loss_by_step")]
     final = rows[(rows["step"] == last["step"]) & (rows["domain"] != "")]
@@ -90,13 +101,11 @@ def summary(run: Run) -> Summary:
         text = f"No better than the unigram baseline: {listed(list(behind))}."
         findings.append(Finding(text, figure="gain_by_domain"))
     findings = [*base_findings(run), *task_findings(run), *findings, *status(run)]
-    if is_routed(run):
-        chosen = run.info["router_facts"]["experts_choose"]
-        findings += load_findings(run, ", by construction: experts choose tokens" if chosen else "")
-    loss, unigram = float(last["loss"]), float(last["unigram_loss"])
     word = worse or ("learned" if loss < unigram else "no better")
     numbers = [KeyNumber("Validation loss", loss, unigram, "nats per token", word, "unigram baseline")]
     if is_routed(run):
+        chosen = run.info["router_facts"]["experts_choose"]
+        findings += load_findings(run, ", by construction: experts choose tokens" if chosen else "")
         numbers += key_numbers(run)
     return Summary(coverage(run), [*findings, *alert_findings(run)], numbers)
 
@@ -108,18 +117,26 @@ def base_findings(run: Run) -> list[str]:
     rows = run.table("base_losses").query("domain == '' and model != 'untouched'").set_index("model")
     reference = "untouched dense model" if "upcycled" in rows.index else "untouched model"
     findings: list[str] = []
-    for name in [name for name in rows.index if name != "upcycled"]:
-        row = rows.loc[name]
-        named = "The trained model" if name == "trained" else f"Control ({name})"
-        judged = counted(row["documents"], "held-out document")
+    for name, row in rows.drop("upcycled", errors="ignore").iterrows():
+        named = "Trained model" if name == "trained" else f"Control ({name})"
         text = (
-            f"{named}: {number(row['loss'])} nats per token on {judged}, "
-            f"{compared(row, 'difference')} than the {reference}"
+            f"{named}: {number(row['loss'])} nats per token on "
+            f"{counted(row['documents'], 'held-out document')}; minus the {reference} "
+            f"{difference_words(row, 'difference')}"
         )
         if name != "trained":
-            text += f"; the trained model is {compared(row, 'trained_minus')} than this control"
+            text += f"; the trained model minus this control {difference_words(row, 'trained_minus')}"
         findings.append(Finding(f"{text} (one training).", figure="base_losses"))
     return findings
+
+
+def difference_words(row: Any, column: str) -> str:
+    """Return a difference of losses with its interval: "= −0.05 [−0.07, −0.03]: better"."""
+    low, high = row[f"{column}_low"], row[f"{column}_high"]
+    few = " (no interval: it needs 20 documents and two per domain)"
+    interval = f" [{number(low)}, {number(high)}]" if low == low else few
+    word = ": better" if high < 0 else ": worse" if low > 0 else ""
+    return f"= {number(row[column])}{interval}{word}"
 
 
 def task_findings(run: Run) -> list[str]:
@@ -127,25 +144,13 @@ def task_findings(run: Run) -> list[str]:
     if "task_results" not in run.tables:
         return []
     rows = run.table("task_results").drop_duplicates("task").head(SHOWN_TASKS)
-    findings = []
-    for row in rows.itertuples():
-        paired = row.difference_error == row.difference_error
-        error = f", paired standard error {number(row.difference_error)}" if paired else ""
-        findings.append(
-            f"{row.task}: {row.metric} {number(row.value)}, of the base {number(row.base_value)} "
-            f"(difference {number(row.difference)}{error})."
-        )
-    return findings
-
-
-def compared(row: Any, column: str) -> str:
-    """Return a difference of losses in words, with its interval."""
-    word = "lower" if row[column] < 0 else "higher"
-    low, high = row[f"{column}_low"], row[f"{column}_high"]
-    interval = "no interval: it needs 20 documents and two per domain"
-    if low == low:
-        interval = f"95 % interval {number(low)} to {number(high)}"
-    return f"{number(abs(row[column]))} {word} [{interval}]"
+    return [
+        f"{row.task}: {row.metric} {number(row.value)}, of the base {number(row.base_value)} (difference "
+        f"{number(row.difference)}"
+        + (f", paired standard error {number(row.difference_error)}" if row.difference_error >= 0 else "")
+        + ")."
+        for row in rows.itertuples()
+    ]
 
 
 def other_sample(run: Run) -> str:
@@ -166,7 +171,7 @@ def overlay(runs: list[Run]) -> list[Section]:
         return []
     names = {path: plot_words(name) for path, name in run_names(runs).items()}
     rows = pd.concat([run.table("evaluations").assign(run=names[run.path]) for run in runs])
-    figures: list[tuple[FigureSpec, Tables]] = [(LOSS_BY_RUN, {"evaluations": rows})]
+    figures = drawable([LOSS_BY_RUN], {"evaluations": rows})
     findings = [*loss_differences(rows), *setting_differences(runs), *load_differences(runs, names)]
     return [
         Section("losses-of-all", "Training curves", findings=findings, figures=figures, tab="overview"),
@@ -225,7 +230,7 @@ def load_differences(runs: list[Run], names: dict[Path, str]) -> list[str]:
     values = [f"{number(row['value'])} ({name}, layer {row['layer']})" for name, row in worst.items()]
     chance = span(pd.Series([float(row["chance"]) for row in worst.values()]))
     text = f"Load balance at the end of training: worst CV {listed(values)}; {RANDOM}: {chance}."
-    return [Finding(text, figure="cv_by_step")]
+    return [Finding(text, figure="balance_by_step")]
 
 
 def model_of(run: Run) -> dict[str, Any]:
@@ -284,39 +289,36 @@ def sections(run: Run, selection: Selection) -> list[Section]:
     if not {"steps", "evaluations"} <= set(run.tables):
         raise BadInput(f"{run.path}: this training has not written anything yet; wait, or repeat its command")
     tables = select(run, selection)
-    steps = tables["steps"]
-    losses = [(spec, tables) for spec in LOSSES if spec.can_draw(tables)]
-    parts = [
-        Section("overview", "Training curves", figures=losses[:1], tab="overview"),
-        Section(
-            "losses",
-            "Training curves",
-            "Loss on held-out text, by step and by domain.",
-            losses,
-            [table_payload(TRAIN_TABLES["steps"], steps, STEP_COLUMNS, "All steps")],
-        ),
-    ]
+    losses = drawable(LOSSES, tables)
+    parts = [Section("overview", "Training curves", figures=losses[:1], tab="overview")]
     if "base_losses" in tables:
         words = "Loss on held-out documents, by domain, against the untouched model."
-        figures = [(BASE_LOSSES, tables)]
-        listed_rows = [
-            table_payload(TRAIN_TABLES["base_losses"], tables["base_losses"], BASE_COLUMNS, "All models")
-        ]
-        parts.insert(1, Section("base", "Against the untouched model", words, figures, listed_rows))
+        shown = [table_of("base_losses", tables, BASE_COLUMNS, "All models")]
+        parts.append(
+            Section("base", "Against the untouched model", words, drawable([BASE_LOSSES], tables), shown)
+        )
     if "task_results" in tables:
-        words = "Results of lm-eval for the base and the trained model."
         table = TRAIN_TABLES["task_results"]
-        rows = table_payload(table, tables["task_results"], (*table.keys, *table.values), "All tasks")
-        parts.insert(-1, Section("tasks", "Tasks", words, tables=[rows]))
+        shown = [table_of("task_results", tables, (*table.keys, *table.values), "All tasks")]
+        words = "Results of lm-eval for the base and the trained model."
+        parts.append(Section("tasks", "Tasks", words, tables=shown))
+    words = "Loss on held-out text, by step and by domain."
+    shown = [table_of("steps", tables, STEP_COLUMNS, "All steps")]
+    parts.append(Section("losses", "Training curves", words, losses, shown))
     if {"load", "routing_layers"} <= set(tables) and len(tables["load"]) and is_routed(run):
         parts += [load_section(run, []), *diagnostic_sections(run)]
     parts += gradient_sections(run)
-    if "key_map" in tables:
-        parts.append(key_section(tables))
-    speed = [(spec, tables) for column, spec in SPEED.items() if steps[column].notna().any()]
-    if speed:
+    if "key_metrics" in tables:
+        shown = [table_of("key_metrics", tables, KEY_COLUMNS, "At the end of training")]
+        words = "Load and keys of the middle layer; chance: random routing, random keys."
+        parts.append(Section("keys", "Keys", words, tables=shown))
+    if speed := drawable(SPEED, tables):
         parts.append(Section("speed", "Gradient norm and speed", "Measured during training.", speed))
     return parts
+
+
+def table_of(name: str, tables: Tables, columns: Sequence[str], title: str) -> Payload:
+    return table_payload(TRAIN_TABLES[name], tables[name], columns, title)
 
 
 def experts(run: Run) -> Iterator[LayerCards]:
@@ -344,19 +346,6 @@ def is_routed(run: Run) -> bool:
     """Return whether tokens have a choice of experts."""
     facts: dict[str, Any] = run.info.get("router_facts", {})
     return bool(facts.get("routes")) and int(model_of(run)["experts"]) > 1
-
-
-def key_section(tables: Tables) -> Section:
-    """Return SoME's section: usage of the middle layer's experts and a map of its keys."""
-    rows: pd.DataFrame = tables["key_metrics"]
-    metrics = [
-        f"{METRIC_WORDS[str(row.metric)]} {number(row.value)} (random: {number(row.chance)}"
-        + (f" ± {number(row.chance_spread)}" if row.chance_spread == row.chance_spread else "")
-        + f", collapse: {number(row.collapse)})"
-        for row in rows.itertuples()
-    ]
-    text = f"Layer {rows['layer'].iloc[0]}, the middle one: {listed(metrics)}."
-    return Section("keys", "Keys", text, [(spec, tables) for spec in KEYS])
 
 
 def page_title(run: Run) -> str:

@@ -3,32 +3,27 @@
 from __future__ import annotations
 
 import functools
-import shutil
+import hashlib
 import time
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+import pandas as pd
+
 from moescope.arguments import choose_device
 from moescope.engine import LocalEngine, ProcessEngine, check_engine, open_engine
 from moescope.errors import BadInput
+from moescope.lab.arm_tables import with_arm_tables, with_parts
 from moescope.lab.corpus import read_corpus, training_vocabulary
-from moescope.lab.figures_study_curves import STUDY_FIGURES
-from moescope.lab.report_study import guide, overlay, page_title, sections, select, summary
-from moescope.lab.study_task import (
-    NOT_RUN,
-    TEXT_FOLDER,
-    TRAININGS,
-    TrainingTask,
-    costs,
-    prune,
-    routing_size,
-    run_task,
-    save_text,
-)
+from moescope.lab.figures import STUDY_FIGURES
+from moescope.lab.report_study import claims, guide, page_title, sections, select, summary
+from moescope.lab.study_statistics import NOT_RUN, compare
+from moescope.lab.study_task import TEXT_FOLDER, TRAININGS, TrainingTask, costs, prune, run_task, save_text
 from moescope.lab.tables import TABLES
 from moescope.lab.train import bytes_on_disk, check_memory, with_steps
+from moescope.lab.user_code import load_function, split_place
 from moescope.processor import avoid_broken_amx
 from moescope.progress import progress
 from moescope.run import (
@@ -42,12 +37,10 @@ from moescope.run import (
     run_to_resume,
     write_table,
 )
-from moescope.storage import check_disk
+from moescope.storage import check_disk, remove
 from moescope.verb import Verb
 
 if TYPE_CHECKING:
-    import pandas as pd
-
     from moescope.decoder.config import ModelConfig
     from moescope.decoder.vocabulary import Vocabulary
     from moescope.lab.corpus import Corpus
@@ -55,7 +48,7 @@ if TYPE_CHECKING:
 
 TASK_TABLES = (  # written by single trainings
     *("study_runs", "study_documents", "study_curves", "study_layers", "study_loads", "study_usage"),
-    *("study_experts", "study_mixed", "study_spans", "study_effects", "study_tasks"),
+    *("study_effects", "study_tasks", "study_probes"),
     "study_keys",
 )
 RARELY = 10  # tables are written again once so many times the seconds of writing them have passed
@@ -83,33 +76,24 @@ def study(
     ----------
     config : STUDY.TOML
         Arms, seeds and what they have in common (docs/lab.md); in Python also a dictionary.
-    engine : ENGINE
-        local: on this machine; ray: on a cluster (needs the extra `ray`).
     resume : bool
         Continue the unfinished study in --out, or the newest one in runs/.
-    out : DIR, default runs/study-NAME-1
-        Run folder.
-    jobs : N
+    jobs : N >= 1
         Trainings at a time, each in its own process; on a GPU they share it.
-    device : DEVICE
-        auto, cpu, cuda or cuda:0.
-
-    Other Parameters
-    ----------------
-    address : ADDRESS
-        Ray cluster to join: auto, or HOST:PORT. Without it one is started here.
-    overwrite : bool
-        Replace the run in --out.
-    quiet : bool
-        Print nothing but errors.
 
     Examples
     --------
     >>> run = moescope.study("routers.toml", jobs=2)  # doctest: +SKIP
     >>> run.table("study_comparisons")  # doctest: +SKIP
     """
-    given = dict(locals())
-    check_options(engine, address, device, jobs)
+    given = VERB.settle(locals())
+    from moescope.decoder.ranks import started_by_torchrun
+
+    check_engine(engine, address, device)
+    if engine == "ray" and jobs > 1:
+        raise BadInput(f"--jobs {jobs}: Ray starts as many trainings as fit its machines; remove it")
+    if started_by_torchrun():
+        raise BadInput("a study trains each model in one process; start it without torchrun, with --jobs")
     folder, plan = read_config(config, resume, out, overwrite)
     target_device = choose_device(device) if engine == "local" else device
     here = choose_device("auto") if target_device == "auto" else target_device
@@ -123,6 +107,8 @@ def study(
         from moescope.lab.tasks import tasks_identity
 
         identity["tasks"] = tasks_identity(plan.tasks)  # raises before any training
+    if plan.probe:
+        load_function(plan.probe, Path(), "probe")  # likewise
     name = Path(config).stem if isinstance(config, str | Path) else plan.reference
     folder, done = place_run(VERB, folder, name, identity, overwrite)
     if done:
@@ -134,15 +120,21 @@ def study(
     with open_run(folder, VERB, identity, overwrite, command) as writer:
         if replaces:  # under the lock: another process may still write it
             clear_study(folder)
-        check_space(folder, plan, jobs)
+        largest = max(bytes_on_disk(arm.config) for arm in plan.arms)
+        present = sum(file.stat().st_size for file in folder.rglob("*.safetensors"))
+        needed = max(checkpoint_bytes(plan) + jobs * largest - present, 0)
+        check_disk(folder, needed, 'free some space, or set keep = "none" or a larger checkpoint_every')
         describe(writer, plan)
         save_text(folder, corpus, vocabulary)
-        train_all(writer, plan, corpus.identity, open_workers(engine, address, target_device, jobs), quiet)
+        # torch's random state is per process, so trainings are never threads
+        local = LocalEngine(target_device) if jobs == 1 else ProcessEngine(target_device, jobs)
+        workers = nullcontext(local) if engine == "local" else open_engine(engine, address, target_device)
+        train_all(writer, plan, corpus.identity, workers, quiet)
         with writer.timed("overhead"):
-            measure_overhead(writer, plan, target_device)
+            measure_overhead(writer, plan, here)
         frames = current_tables(writer, plan)
         writer.save_info(warnings=warnings_of(plan, frames["study_runs"]))
-        return writer.finish({**frames, "overhead": joined(writer, "overhead")})
+        return writer.finish({**frames, "overhead": with_parts(joined(writer, "overhead"))})
 
 
 def plan_study(
@@ -155,9 +147,8 @@ def plan_study(
         plan = count_steps(plan, corpus, training_vocabulary(plan.base, corpus))
     arms: list[dict[str, Any]] = []
     for arm in plan.arms:
-        train = arm.config.train
-        tokens = train.steps * train.batch_size * train.sequence_length
         cost = costs(arm.config)
+        tokens = arm.config.train.steps * cost["tokens_per_step"]
         flops = 3 * cost["flops_per_token"] * tokens
         arms.append({"arm": arm.name, "question": arm.question, **cost, "tokens": tokens, "flops": flops})
     seeds = len(plan.seeds)
@@ -201,18 +192,6 @@ def plan_lines(facts: dict[str, Any]) -> list[str]:
     return lines
 
 
-def check_options(engine: str, address: str | None, device: str, jobs: int) -> None:
-    from moescope.decoder.ranks import started_by_torchrun
-
-    check_engine(engine, address, device)
-    if not isinstance(jobs, int) or jobs < 1:
-        raise BadInput(f"--jobs {jobs}: give a whole number from 1")
-    if engine == "ray" and jobs > 1:
-        raise BadInput(f"--jobs {jobs}: Ray starts as many trainings as fit its machines; remove it")
-    if started_by_torchrun():
-        raise BadInput("a study trains each model in one process; start it without torchrun, with --jobs")
-
-
 def read_config(
     config: str | Path | dict[str, Any] | None, resume: bool, out: str | Path | None, overwrite: bool
 ) -> tuple[Path | None, Study]:
@@ -222,7 +201,9 @@ def read_config(
     folder = Path(out) if out is not None else None
     if resume:
         folder, info = run_to_resume(folder, "study", "study", config is not None or overwrite)
-        return folder, study_from(info["arguments"], str(folder / "run.json"))
+        plan = study_from(info["arguments"], str(folder / "run.json"))
+        probe = info.get("probe")
+        return folder, replace(plan, probe=f"{probe['file']}:{probe['function']}") if probe else plan
     if config is None:
         raise BadInput("no study given; give a TOML file, or --resume to continue one")
     return folder, study_from(config) if isinstance(config, dict) else read_study(config)
@@ -232,19 +213,9 @@ def checkpoint_bytes(plan: Study) -> int:
     """Estimate the size of the checkpoints that remain, in float32."""
     total = 0
     for arm in plan.arms:
-        train = arm.config.train
-        saved = -(-train.steps // train.checkpoint_every)
-        count = {"none": 0, "last": 1, "all": saved + 3}[plan.keep]
-        total += 4 * costs(arm.config)["parameters_total"] * count * len(plan.seeds)
-    return total
-
-
-def check_space(folder: Path, plan: Study, jobs: int) -> None:
-    """Raise before training if the disk cannot hold the checkpoints and the trainings in progress."""
-    largest = max(bytes_on_disk(arm.config) for arm in plan.arms)
-    present = sum(file.stat().st_size for file in folder.rglob("*.safetensors"))
-    needed = max(checkpoint_bytes(plan) + jobs * largest - present, 0)
-    check_disk(folder, needed, 'free some space, or set keep = "none" or a larger checkpoint_every')
+        saved = -(-arm.config.train.steps // arm.config.train.checkpoint_every)
+        total += costs(arm.config)["parameters_total"] * {"none": 0, "last": 1, "all": saved + 3}[plan.keep]
+    return 4 * total * len(plan.seeds)
 
 
 def describe(writer: RunWriter, plan: Study) -> None:
@@ -259,10 +230,23 @@ def describe(writer: RunWriter, plan: Study) -> None:
         }
         for arm in plan.arms
     ]
-    info: dict[str, Any] = {"reference": plan.reference, "references": plan.references}
-    info |= {"seeds": list(plan.seeds), "base": plan.as_dict()["base"], "claims_significance": plan.claims}
+    info: dict[str, Any] = {}
+    if plan.probe:
+        path, name = split_place(plan.probe, Path(), "probe")
+        digest = hashlib.sha256(path.read_bytes()).hexdigest()
+        info["probe"] = {"file": str(path), "function": name, "sha256": digest}
     resumed = [task for task in writer.done_tasks() if task != "study"]
-    writer.save_info(**info, arms=arms, checkpoints=[], tasks_resumed=len(resumed))
+    writer.save_info(
+        **info,
+        reference=plan.reference,
+        references=plan.references,
+        seeds=list(plan.seeds),
+        base=plan.as_dict()["base"],
+        claims_significance=plan.claims,
+        arms=arms,
+        checkpoints=[],
+        tasks_resumed=len(resumed),
+    )
     if "study" not in writer.done_tasks():
         writer.flush_task("study", {}, {})
 
@@ -279,15 +263,8 @@ def clear_study(folder: Path) -> None:
     """Remove the trainings and the text of an earlier study, and nothing else."""
     for run in (folder / TRAININGS).glob("*-seed-*/run.json"):
         if (read_run_json(run.parent) or {}).get("verb") == "train":
-            shutil.rmtree(run.parent)
-    shutil.rmtree(folder / TEXT_FOLDER, ignore_errors=True)
-
-
-def open_workers(engine: str, address: str | None, device: str, jobs: int) -> AbstractContextManager[Any]:
-    """Open the engine. Torch's random state is per process, so trainings are never threads."""
-    if engine == "local":
-        return nullcontext(LocalEngine(device) if jobs == 1 else ProcessEngine(device, jobs))
-    return open_engine(engine, address, device)
+            remove(run.parent, folder)
+    remove(folder / TEXT_FOLDER, folder)
 
 
 def train_all(
@@ -297,26 +274,29 @@ def train_all(
 
     Trainings that run out of memory are an error once the others are done; the same command repeats them.
     """
+    from moescope.lab.tasks import task_names
+
     folder = writer.path.resolve()
+    # a worker may be in another folder
+    scored = [str(Path(name).resolve()) if Path(name).exists() else name for name in task_names(plan.tasks)]
     tasks = [
         TrainingTask(
             *(folder, arm.training_name(seed), arm.name, seed, arm.question, arm.of_seed(seed), corpus),
-            absolute_paths(plan.tasks),
+            *(",".join(scored), plan.probe),
         )
         for arm, seed in plan.trainings
     ]
-    finished = writer.done_tasks()
-    left = [task for task in tasks if task.name not in finished]
+    done = writer.done_tasks()
+    left = [task for task in tasks if task.name not in done]
     for task in tasks:
-        if task.name in finished:  # it may be measured but not yet pruned
+        if task.name in done:  # it may be measured but not yet pruned
             prune(task.folder, plan.keep)
     duration = write_current_tables(writer, plan)
     written = time.perf_counter() - RARELY * duration
     if not left:
         return
-    total = sum(task.config.train.steps for task in tasks)
-    done = total - sum(task.config.train.steps for task in left)
-    with progress(total, done, "steps", quiet) as advance, engine as workers:
+    total, rest = (sum(task.config.train.steps for task in some) for some in (tasks, left))
+    with progress(total, total - rest, "steps", quiet) as advance, engine as workers:
         writer.save_info(engine=workers.name, device=workers.device, jobs=getattr(workers, "jobs", 1))
         work = functools.partial(run_task, workers.device)
         short = []
@@ -336,14 +316,6 @@ def train_all(
         )
 
 
-def absolute_paths(tasks: str) -> str:
-    """Return names of tasks for a process in another folder."""
-    from moescope.lab.tasks import task_names
-
-    names = task_names(tasks)
-    return ",".join(str(Path(name).resolve()) if Path(name).exists() else name for name in names)
-
-
 def write_current_tables(writer: RunWriter, plan: Study) -> float:
     """Write all tables as they are now, so that an unfinished study can be read; return the seconds taken."""
     began = time.perf_counter()
@@ -355,91 +327,67 @@ def write_current_tables(writer: RunWriter, plan: Study) -> float:
 
 
 def current_tables(writer: RunWriter, plan: Study) -> dict[str, pd.DataFrame]:
-    from moescope.lab.study_statistics import compare
-
     frames = {table: joined(writer, table) for table in TASK_TABLES}
-    frames["study_runs"] = with_not_run(frames["study_runs"], plan)
+    runs = frames["study_runs"]
+    present = set(zip(runs["arm"], runs["seed"], strict=True))
+    rest = [
+        {**{"arm": arm.name, "seed": seed, "question": arm.question, "status": NOT_RUN}, **costs(arm.config)}
+        for arm, seed in plan.trainings
+        if (arm.name, seed) not in present
+    ]
+    if rest:
+        frames["study_runs"] = pd.DataFrame([*runs.to_dict("records"), *rest], columns=runs.columns)
     frames["study_comparisons"] = compare(frames["study_runs"], plan.reference, plan.references)
-    axes = axis_rows(plan)
-    return {**frames, "study_axes": axes} if len(axes) else frames
-
-
-def axis_rows(plan: Study) -> pd.DataFrame:
-    import pandas as pd
-
-    rows = [
-        {"arm": arm.name, "axis": axis, "value": as_number(value), "label": str(value)}
+    axes = [
+        {
+            "arm": arm.name,
+            "axis": axis,
+            "value": float(value) if type(value) in (int, float) else None,
+            "label": str(value),
+        }
         for arm in plan.arms
         for axis, value in arm.axes.items()
     ]
-    return pd.DataFrame(rows, columns=list(TABLES["study_axes"].columns))
-
-
-def as_number(value: Any) -> float | None:
-    return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else None
+    frames |= {"study_axes": pd.DataFrame(axes)} if axes else {}
+    return with_arm_tables(frames, plan.reference)
 
 
 def joined(writer: RunWriter, table: str) -> pd.DataFrame:
     """Return one table of all finished trainings, empty if none has written it."""
-    import pandas as pd
-
-    if writer.has(table):
-        return writer.joined(table)
-    return pd.DataFrame(columns=list(TABLES[table].columns))
-
-
-def with_not_run(runs: pd.DataFrame, plan: Study) -> pd.DataFrame:
-    """Add a row for every training without one."""
-    import pandas as pd
-
-    present = set(zip(runs["arm"], runs["seed"], strict=True))
-    rest = [
-        {
-            **{"arm": arm.name, "seed": seed, "question": arm.question, "status": NOT_RUN},
-            **costs(arm.config),
-            **routing_size(arm.config),
-        }
-        for arm, seed in plan.trainings
-        if (arm.name, seed) not in present
-    ]
-    return pd.DataFrame([*runs.to_dict("records"), *rest], columns=runs.columns) if rest else runs
+    return writer.joined(table) if writer.has(table) else pd.DataFrame(columns=list(TABLES[table].columns))
 
 
 def measure_overhead(writer: RunWriter, plan: Study, device: str) -> None:
     """Time each part of the study's routers at its sizes, while nothing else runs."""
     import torch
 
-    from moescope.lab.overhead import overhead
+    from moescope.lab.cost import overhead
 
     if "overhead" in writer.done_tasks():
         return
-    device = device if device != "auto" else choose_device("auto")
     train = plan.base.train
     limit = TIMED_TOKENS if device.startswith("cuda") else TIMED_TOKENS_ON_CPU
     tokens = min(train.batch_size // train.micro_batches * train.sequence_length, limit)
     dtype = torch.bfloat16 if train.dtype == "bfloat16" else torch.float32
-    table = overhead(timed_models(plan), tokens, device, dtype)
-    writer.flush_task("overhead", {"overhead": table}, {"tokens": tokens, "device": device})
+    frames = {"overhead": overhead(timed_models(plan), tokens, device, dtype)}
+    writer.flush_task("overhead", frames, {"tokens": tokens, "device": device})
 
 
 def timed_models(plan: Study) -> dict[str, ModelConfig]:
     """Return the arms whose parts are timed: one per router (the reference first), and every ablation."""
-    models, seen = {}, set()
+    models: dict[tuple[str, str], tuple[str, ModelConfig]] = {}
     for arm in sorted(plan.arms, key=lambda arm: arm.name != plan.reference):
         model = arm.config.model
         options = repr(sorted(model.router_options.items())) if arm.question == "ablation" else ""
-        if (model.router, options) not in seen:
-            seen.add((model.router, options))
-            models[arm.name] = model
-    return models
+        models.setdefault((model.router, options), (arm.name, model))
+    return dict(models.values())
 
 
 def warnings_of(plan: Study, runs: pd.DataFrame) -> list[str]:
-    warnings = []
-    if not plan.claims:
-        warnings.append(f"{len(plan.seeds)} seeds: fewer than five, so no significance is claimed")
-    for row in runs[runs["status"] == "failed"].itertuples():
-        warnings.append(f"{row.arm} seed {row.seed} failed: {row.message}")
+    few = f"{len(plan.seeds)} seeds: fewer than five, so no significance is claimed"
+    failed = runs[runs["status"] == "failed"].itertuples()
+    warnings = [] if plan.claims else [few]
+    warnings += [f"{row.arm} seed {row.seed} failed: {row.message}" for row in failed]
     if runs.loc[runs["status"] == "done", "noise_low"].isna().any():
         warnings.append("no evaluation noise: fewer than 20 validation documents; give more text")
     return warnings
@@ -453,7 +401,7 @@ VERB = Verb(
     summary=summary,
     sections=sections,
     select=select,
-    overlay=overlay,
+    claims=claims,
     guide=guide,
     tab="training",
     title=page_title,

@@ -7,17 +7,62 @@ import math
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field, replace
+from functools import reduce
 from pathlib import Path
 from typing import Any
 
+from moescope.arguments import one_of
 from moescope.decoder.config import unknown_key
 from moescope.decoder.layers import uses_qk_norm
 from moescope.decoder.routers import ROUTERS
 from moescope.decoder.vocabulary import check_vocabulary
-from moescope.errors import BadInput, unknown_name
-from moescope.lab.config import LabConfig, config_from, preset_config, read_toml
+from moescope.errors import BadInput
+from moescope.lab.config import LabConfig, config_from, preset_config, read_toml, reject_first
+from moescope.lab.study_statistics import MIN_SEEDS
+from moescope.lab.user_code import split_place
 
-KEYS = ("preset", "reference", "references", "seeds", "base", "arms", "axes", "ablations", "keep", "tasks")
+# What a study's file may hold: key -> (default, meaning).
+KEYS = {
+    "preset": ("nano", "Preset of the base."),
+    "reference": ("required", "The arm that the others are compared with."),
+    "references": (
+        "",
+        'References of single questions: `references = { scaling = "top2 experts=4" }`; that of ablations '
+        "is the complete router.",
+    ),
+    "seeds": ("5", "A number from 2, or a list. Below five no significance is claimed."),
+    "base": ("", "What all arms share: `base.model`, `base.data`, `base.train`, as in a training's config."),
+    "arms": (
+        "",
+        "Name -> `model` and `train` as changes to the base, `question`, and `axes = { experts = 4 }` to "
+        "say where on a figure's axis the arm lies.",
+    ),
+    "axes": (
+        "",
+        "Dotted keys with lists of values, or names with tables of named changes: `[axes.size]` with "
+        "`S = { model = { d_model = 64 } }`. One arm per combination.",
+    ),
+    "ablations": ("", "`spectra` or `some`: the complete router, and one arm per removed part."),
+    "keep": ("last", "Which checkpoints of a measured training remain: `last`, `all` or `none`."),
+    "tasks": (
+        "",
+        "Tasks of lm-eval that score every training, as `train --base --tasks` takes them (extra `tasks`): "
+        "choices and perplexities; a lab model generates no text.",
+    ),
+    "probe": (
+        "",
+        "`FILE.py:FUNCTION` beside the study's file, called after each training with the model, the "
+        "validation rows, the vocabulary and `[train]`; the tables it returns are rows of `study_probes`.",
+    ),
+}
+TYPES: dict[str, tuple[type, str]] = {  # of keys that are not checked elsewhere
+    "preset": (str, "preset must be text"),
+    "base": (dict, "[base] must be a table"),
+    "arms": (dict, "[arms] must be a table of arms"),
+    "axes": (dict, "[axes] must be a table of lists"),
+    "references": (dict, 'references must be a table such as {ablation = "spectra"}'),
+    "tasks": (str, "tasks must be text, names separated by commas"),
+}
 ARM_KEYS = ("model", "data", "train", "question", "axes")
 QUESTIONS = ("main", "ablation", "sweep", "scaling")
 KEEP = ("last", "all", "none")
@@ -25,7 +70,6 @@ SEEDS = 5
 MOST = 10_000  # seeds, and arms of a grid
 MAX_NAME = 200  # letters of an arm's name: a folder's name, of which file systems allow 255 bytes
 PAIRED = "all arms of a seed start from the same weights, else seeds would not be blocks; remove it"
-MIN_SEEDS_FOR_CLAIMS = 5
 SIZES = ("experts", "d_model", "layers", "heads", "d_ff", "top_k")  # of [model]: axes of scaling
 
 # What all arms must share for their losses to be of the same text and tokens.
@@ -75,6 +119,7 @@ class Study:
     references: dict[str, str] = field(default_factory=dict)  # by question, where it is another arm
     keep: str = "last"  # which checkpoints of a measured training remain
     tasks: str = ""  # of lm-eval, as `train --tasks` takes them
+    probe: str = ""  # FILE.py:FUNCTION, called with each trained model; no part of what the study is
 
     @property
     def trainings(self) -> list[tuple[Arm, int]]:
@@ -84,13 +129,12 @@ class Study:
     @property
     def claims(self) -> bool:
         """Whether there are enough seeds to claim significance."""
-        return len(self.seeds) >= MIN_SEEDS_FOR_CLAIMS
+        return len(self.seeds) >= MIN_SEEDS
 
     def as_dict(self) -> dict[str, Any]:
         """Return the study as JSON-compatible data; `study_from` restores it."""
-        more = {"tasks": self.tasks} if self.tasks else {}
         return {
-            **more,
+            **({"tasks": self.tasks} if self.tasks else {}),
             "reference": self.reference,
             "references": self.references,
             "seeds": list(self.seeds),
@@ -102,68 +146,76 @@ class Study:
         }
 
 
-@dataclass(frozen=True)
-class Draft:
-    """An arm as written in the file."""
-
-    name: str
-    overrides: Overrides
-    question: str | None = None
-    axes: dict[str, Any] = field(default_factory=dict)
-
-
 def read_study(path: str | Path) -> Study:
     """Read a study from a TOML file."""
-    return study_from(read_toml(path), str(path))
+    return study_from(read_toml(path), str(path), Path(path).parent)
 
 
-def study_from(content: dict[str, Any], where: str = "study") -> Study:
-    """Return the checked study of a dictionary as in a TOML file: all arms can be built and are different."""
-    for key in content:
+def study_from(content: dict[str, Any], where: str = "study", folder: Path = Path()) -> Study:
+    """Return the checked study of a dictionary as in a TOML file: all arms can be built and are different.
+
+    A probe's file lies in `folder`.
+    """
+    for key, value in content.items():
         if key not in KEYS:
             raise unknown_key(f"{where}: unknown key", key, list(KEYS))
+        kind, words = TYPES.get(key, (object, ""))
+        check_type(value, kind, words, where)
     base = base_config(content, where)
-    drafts = [
-        *listed_arms(content.get("arms", {}), where),
+    arms = [
+        *listed_arms(content.get("arms", {}), base, where),
         *grid_arms(content.get("axes", {}), base, where),
-        *ablation_arms(content.get("ablations"), where),
+        *ablation_arms(content.get("ablations"), base, where),
     ]
-    arms = distinct([build_arm(draft, base, where) for draft in drafts], where)
-    if len(arms) < 2:
-        raise BadInput(
-            f"{where}: {len(arms)} arm; a study compares at least two: give [arms], [axes] or ablations"
-        )
-    reference = check_reference(content.get("reference"), arms, where)
-    references = question_references(content, arms, where)
-    arms = share_attention(arms, drafts, base, reference, where)
-    check_shared(arms, where)
-    keep = content.get("keep", "last")
-    if keep not in KEEP:
-        raise unknown_name("keep", str(keep), list(KEEP))
+    names = [*dict.fromkeys(arm.name for arm in arms)]
+    reject_first(
+        where,
+        (
+            len(names) < 2,
+            f"{len(names)} arm; a study compares at least two: give [arms], [axes] or ablations",
+        ),
+        (
+            "reference" not in content,
+            f"no reference; name the arm to compare with: reference = {str(names[:1])[1:-1]}",
+        ),
+    )
+    reference = one_of("reference", content["reference"], names)
+    references = content.get("references", {})
+    if content.get("ablations"):  # by default the complete router
+        references = {"ablation": content["ablations"], **references}
+    for question, name in references.items():
+        one_of("question", question, QUESTIONS)
+        one_of(f"reference of {question}", name, names)
+    if base.model.qk_norm is None and not any("qk_norm" in arm.overrides.get("model", {}) for arm in arms):
+        # by default the choice follows the router: all arms get that of the reference
+        norms = uses_qk_norm(next(arm.config.model for arm in arms if arm.name == reference))
+        arms = [with_norms(arm, norms) if arm.config.model.block == "modern" else arm for arm in arms]
+    keep = one_of("keep", content.get("keep", "last"), KEEP)
     seeds = read_seeds(content.get("seeds", SEEDS), where)
-    tasks = content.get("tasks", "")
-    if not isinstance(tasks, str):
-        raise BadInput(f"{where}: tasks must be text, names separated by commas, not {tasks!r}")
-    return Study(tuple(arms), reference, seeds, base, references, keep, tasks)
+    tasks, probe = content.get("tasks", ""), content.get("probe", "")
+    if "probe" in content:
+        probe = ":".join(map(str, split_place(probe, folder, f"{where}: probe")))
+    return Study(distinct(arms, where), reference, seeds, base, references, keep, tasks, probe)
+
+
+def check_type(value: Any, kind: type, words: str, where: str) -> None:
+    if not isinstance(value, kind):
+        raise BadInput(f"{where}: {words}, not {value!r}")
 
 
 def base_config(content: dict[str, Any], where: str) -> LabConfig:
-    name = content.get("preset", "nano")
-    if not isinstance(name, str):
-        raise BadInput(f"{where}: preset must be text, not {name!r}")
     base = content.get("base", {})
-    if not isinstance(base, dict):
-        raise BadInput(f"{where}: [base] must be a table, not {base!r}")
     train = base["train"] if isinstance(base.get("train"), dict) else {}
-    if "seed" in train and "paired_weights" not in train:  # a run writes both
-        raise BadInput(
-            f"{where}: [base.train] seed: give the study's seeds instead: seeds = [{train['seed']}, ...]"
-        )
-    if "preset" in base:
-        raise BadInput(f"{where}: [base] preset: write preset at the top of the file")
-    config = config_from(base, preset_config(name), f"{where}: base")
-    if train.get("paired_weights") is False:
-        raise BadInput(f"{where}: [base.train] paired_weights: {PAIRED}")
+    reject_first(
+        where,
+        (
+            "seed" in train and "paired_weights" not in train,  # a run writes both
+            f"[base.train] seed: give the study's seeds instead: seeds = [{train.get('seed')}, ...]",
+        ),
+        ("preset" in base, "[base] preset: write preset at the top of the file"),
+        (train.get("paired_weights") is False, f"[base.train] paired_weights: {PAIRED}"),
+    )
+    config = config_from(base, preset_config(content.get("preset", "nano")), f"{where}: base")
     check_vocabulary(config.data.vocabulary, config.model.vocabulary)
     return replace(config, train=replace(config.train, seed=0, paired_weights=True))
 
@@ -182,34 +234,27 @@ def read_seeds(value: Any, where: str) -> tuple[int, ...]:
     return tuple(seeds)
 
 
-def listed_arms(tables: Any, where: str) -> Iterator[Draft]:
+def listed_arms(tables: dict[str, Any], base: LabConfig, where: str) -> Iterator[Arm]:
     """Yield the arms of [arms], each with its changes to the base."""
-    if not isinstance(tables, dict):
-        raise BadInput(f"{where}: [arms] must be a table of arms, not {tables!r}")
     for name, changes in tables.items():
-        if not isinstance(changes, dict):
-            raise BadInput(f"{where}: [arms.{name}] must be a table, not {changes!r}")
+        here = f"[arms.{name}]"
+        check_type(changes, dict, f"{here} must be a table", where)
         for key in changes:
             if key not in ARM_KEYS:
-                raise unknown_key(f"{where}: [arms.{name}]: unknown key", key, list(ARM_KEYS))
-        question = changes.get("question")
-        if question is not None and question not in QUESTIONS:
-            raise unknown_name("question", str(question), list(QUESTIONS))
-        axes = changes.get("axes", {})
-        if not isinstance(axes, dict):
-            raise BadInput(f"{where}: [arms.{name}] axes must be a table of values, not {axes!r}")
+                raise unknown_key(f"{where}: {here}: unknown key", key, list(ARM_KEYS))
+        question = one_of("question", changes.get("question", "main"), QUESTIONS)
         overrides = {key: value for key, value in changes.items() if key not in ("question", "axes")}
-        yield Draft(name, overrides, question or "main", axes)
+        axes = changes.get("axes", {})
+        check_type(axes, dict, f"{here} axes must be a table of values", where)
+        yield build_arm(name, question, overrides, axes, base, where)
 
 
-def grid_arms(lists: Any, base: LabConfig, where: str) -> Iterator[Draft]:
+def grid_arms(lists: dict[str, Any], base: LabConfig, where: str) -> Iterator[Arm]:
     """Yield an arm for every combination of the axes' values.
 
     An axis is a dotted key with a list of values, or a name with a table of named changes:
     [axes.size] S = {model = {...}}.
     """
-    if not isinstance(lists, dict):
-        raise BadInput(f"{where}: [axes] must be a table of lists, not {lists!r}")
     if not lists:
         return
     axes = [axis(key, values, where) for key, values in lists.items()]
@@ -219,189 +264,137 @@ def grid_arms(lists: Any, base: LabConfig, where: str) -> Iterator[Draft]:
     ends = [key.split(".")[-1] for key in lists]
     short = {key: end if ends.count(end) == 1 else key for key, end in zip(lists, ends, strict=True)}
     for point in itertools.product(*axes):
-        overrides: Overrides = {}
-        for changes in sorted((change.overrides for change in point), key=names_router, reverse=True):
-            overrides = merged(overrides, changes)
+        values = dict(zip(lists, (value for value, _ in point), strict=True))
+        # the router first: it sets what other changes may override
+        changes = sorted((one for _, one in point), key=lambda one: "router" not in one.get("model", {}))
         labels = [
-            str(at.value) if at.key == "model.router" or at.named else f"{short[at.key]}={at.value}"
-            for at in point
+            str(value) if key == "model.router" or isinstance(lists[key], dict) else f"{short[key]}={value}"
+            for key, value in values.items()
         ]
-        position = {short[at.key]: at.value for at in point if at.key}
-        yield Draft(" ".join(labels), overrides, question_of(point), position)
+        overrides: Overrides = reduce(merged, changes, {})
+        position = {short[key]: value for key, value in values.items() if key}
+        yield build_arm(" ".join(labels), question_of(changes), overrides, position, base, where)
 
 
-@dataclass(frozen=True)
-class Value:
-    """One value of one axis, and its changes to the base."""
-
-    key: str
-    value: Any
-    overrides: Overrides
-    named: bool = False
-
-
-def axis(key: str, values: Any, where: str) -> list[Value]:
+def axis(key: str, values: Any, where: str) -> list[tuple[Any, Overrides]]:
+    """Return the values of an axis, each with its changes to the base."""
     if isinstance(values, dict) and values:
         for name, changes in values.items():
             tables = isinstance(changes, dict) and all(isinstance(table, dict) for table in changes.values())
             if not tables or not set(changes) <= {"model", "train"}:
-                raise BadInput(
-                    f"{where}: [axes.{key}] {name} must be a table of changes to model and train, not "
-                    f"{changes!r}"
-                )
-        return [Value(key, name, changes, named=True) for name, changes in values.items()]
+                words = "must be a table of changes to model and train"
+                raise BadInput(f"{where}: [axes.{key}] {name} {words}, not {changes!r}")
+        return list(values.items())
+    parts = key.split(".")
     if not isinstance(values, list) or not values:
         raise BadInput(f"{where}: [axes] {key} must be a list of values, not {values!r}")
-    parts = key.split(".")
-    if parts[0] not in ("model", "data", "train") or len(parts) < 2:
-        raise BadInput(
-            f'{where}: [axes] {key!r}: include the table, such as "model.router" or "train.learning_rate"'
-        )
-    if len({repr(value) for value in values}) < len(values):
-        raise BadInput(f"{where}: [axes] {key}: a value is given twice")
-    return [Value(key, value, nested(parts, value)) for value in values]
+    reject_first(
+        where,
+        (
+            parts[0] not in ("model", "data", "train") or len(parts) < 2,
+            f'[axes] {key!r}: include the table, such as "model.router" or "train.learning_rate"',
+        ),
+        (len(set(map(repr, values))) < len(values), f"[axes] {key}: a value is given twice"),
+    )
+    return [(value, nested(parts, value)) for value in values]
 
 
-def nested(parts: list[str], value: Any) -> Overrides:
-    for part in reversed(parts):
-        value = {part: value}
-    overrides: Overrides = value
-    return overrides
-
-
-def names_router(overrides: Overrides) -> bool:
-    return "router" in overrides.get("model", {})
+def nested(parts: list[str], value: Any) -> Any:
+    return {parts[0]: nested(parts[1:], value)} if parts else value
 
 
 def merged(one: Overrides, other: Overrides) -> Overrides:
-    both = dict(one)
-    for key, value in other.items():
-        both[key] = (
-            merged(both[key], value) if isinstance(value, dict) and isinstance(both.get(key), dict) else value
-        )
-    return both
+    return one | {
+        key: merged(one[key], value) if isinstance(value, dict) and isinstance(one.get(key), dict) else value
+        for key, value in other.items()
+    }
 
 
-def question_of(point: tuple[Value, ...]) -> str:
+def question_of(changes: list[Overrides]) -> str:
     """Return scaling if a size varies, sweep if another value does, main if only routers do."""
-    changed = [(table, key) for at in point for table, changes in at.overrides.items() for key in changes]
-    if any(table == "model" and key in SIZES for table, key in changed):
+    changed = {(table, key) for one in changes for table, values in one.items() for key in values}
+    if changed & {("model", size) for size in SIZES}:
         return "scaling"
-    return "sweep" if any((table, key) != ("model", "router") for table, key in changed) else "main"
+    return "main" if changed <= {("model", "router")} else "sweep"
 
 
-def ablation_arms(router: Any, where: str) -> Iterator[Draft]:
+def ablation_arms(router: Any, base: LabConfig, where: str) -> Iterator[Arm]:
     """Yield the complete router, and variants with one part removed."""
     if router is None:
         return
     if not isinstance(router, str) or router not in ABLATED:
         raise BadInput(f"{where}: ablations = {router!r}: give one of {', '.join(ABLATED)}")
     for name, model in ABLATED[router].items():
-        yield Draft(f"{router}{name}", {"model": {"router": router, **model}}, "ablation")
+        overrides = {"model": {"router": router, **model}}
+        yield build_arm(f"{router}{name}", "ablation", overrides, {}, base, where)
 
 
 ABLATED = {name: router.variants for name, router in ROUTERS.items() if router.variants}
 
 
-def build_arm(draft: Draft, base: LabConfig, where: str) -> Arm:
+def build_arm(
+    name: str, question: str, overrides: Overrides, axes: dict[str, Any], base: LabConfig, where: str
+) -> Arm:
     """Return the arm with its checked config."""
-    place = f"{where}: arm {draft.name!r}"
-    if not draft.name.strip() or "/" in draft.name or "\n" in draft.name:
-        raise BadInput(f"{place}: give it a name of letters and digits, without / and line breaks")
-    if len(draft.name) > MAX_NAME:
-        raise BadInput(f"{place}: its name has {len(draft.name)} letters; the limit is {MAX_NAME}")
-    train = draft.overrides.get("train", {})
-    if isinstance(train, dict) and "seed" in train:
-        raise BadInput(f"{place}: [train] seed: all arms are trained under the study's seeds; remove it")
-    if isinstance(train, dict) and train.get("paired_weights") is False:
-        raise BadInput(f"{place}: [train] paired_weights: {PAIRED}")
+    place, train = f"{where}: arm {name!r}", overrides.get("train", {})
+    train = train if isinstance(train, dict) else {}
+    reject_first(
+        place,
+        (
+            not name.strip() or "/" in name or "\n" in name,
+            "give it a name of letters and digits, without / and line breaks",
+        ),
+        (len(name) > MAX_NAME, f"its name has {len(name)} letters; the limit is {MAX_NAME}"),
+        ("seed" in train, "[train] seed: all arms are trained under the study's seeds; remove it"),
+        (train.get("paired_weights") is False, f"[train] paired_weights: {PAIRED}"),
+    )
     try:
-        config = config_from(draft.overrides, base, place)
+        config = config_from(overrides, base, place)
     except BadInput as error:  # some errors do not name the arm
         raise error if str(error).startswith(place) else BadInput(f"{place}: {error}") from None
     check_vocabulary(config.data.vocabulary, config.model.vocabulary)
-    return Arm(draft.name, draft.question or "main", draft.overrides, config, draft.axes)
+    return Arm(name, question, overrides, config, axes)
 
 
-def told_apart(arm: Arm, other: Arm) -> bool:
-    """Whether two arms of equal settings differ on their axes: in what the study itself does with them."""
-    return set(arm.axes) == set(other.axes) and arm.axes != other.axes
+def with_norms(arm: Arm, norms: bool) -> Arm:
+    """Return the arm with that choice of query and key norms."""
+    config = replace(arm.config, model=replace(arm.config.model, qk_norm=norms))
+    return replace(arm, overrides=merged(arm.overrides, {"model": {"qk_norm": norms}}), config=config)
 
 
-def distinct(arms: list[Arm], where: str) -> list[Arm]:
-    """Return the arms without repetitions; raise for one name of two settings, and two names of one."""
+def distinct(arms: list[Arm], where: str) -> tuple[Arm, ...]:
+    """Return the arms without repetitions.
+
+    Raises for one name or folder of two settings, for two names of one, and for different texts. Arms of
+    equal settings may differ on their axes: in what the study itself does with them.
+    """
     unique: dict[str, Arm] = {}
+    near: dict[str, list[Arm]] = {}  # arms of one folder, or of equal settings
     for arm in arms:
-        if arm.name in unique:
-            if unique[arm.name].config != arm.config:
-                raise BadInput(f"{where}: two different arms are called {arm.name!r}; rename one")
+        if arm.name in unique and unique[arm.name].config == arm.config:
             continue
-        same = [
-            other for other in unique.values() if other.config == arm.config and not told_apart(arm, other)
-        ]
-        if same:
-            raise BadInput(
-                f"{where}: arms {same[0].name!r} and {arm.name!r} are the same training; remove one"
+        keys = (arm.folder.lower(), repr(arm.config))
+        first = itertools.islice(unique.values(), 1)
+        for other in itertools.chain(first, *(near.get(key, []) for key in keys)):
+            same_axes = set(arm.axes) != set(other.axes) or arm.axes == other.axes
+            pair, folders = (
+                f"arms {other.name!r} and {arm.name!r}",
+                {arm.folder.lower(), other.folder.lower()},
             )
-        clash = [other for other in unique.values() if other.folder.lower() == arm.folder.lower()]
-        if clash:
-            raise BadInput(
-                f"{where}: arms {clash[0].name!r} and {arm.name!r} would share a folder; rename one"
+            reject_first(
+                where,
+                (other.name == arm.name, f"two different arms are called {arm.name!r}; rename one"),
+                (other.config == arm.config and same_axes, f"{pair} are the same training; remove one"),
+                (len(folders) == 1, f"{pair} would share a folder; rename one"),
+                *(
+                    (
+                        of(arm.config) != of(other.config),
+                        f"{pair} differ in {what}, so their losses are not comparable; set it in [base]",
+                    )
+                    for what, of in SHARED.items()
+                ),
             )
         unique[arm.name] = arm
-    return list(unique.values())
-
-
-def check_reference(name: Any, arms: list[Arm], where: str) -> str:
-    names = [arm.name for arm in arms]
-    if name is None:
-        raise BadInput(f"{where}: no reference; name the arm to compare with: reference = {names[0]!r}")
-    if name not in names:
-        raise unknown_name("reference", str(name), names)
-    return str(name)
-
-
-def question_references(content: dict[str, Any], arms: list[Arm], where: str) -> dict[str, str]:
-    """Return the references of single questions; for ablations by default the complete router."""
-    named = content.get("references", {})
-    if not isinstance(named, dict):
-        raise BadInput(f'{where}: references must be a table such as {{ablation = "spectra"}}, not {named!r}')
-    default = {"ablation": content["ablations"]} if content.get("ablations") else {}
-    for question, name in {**default, **named}.items():
-        if question not in QUESTIONS:
-            raise unknown_name("question", question, list(QUESTIONS))
-        if name not in [arm.name for arm in arms]:
-            raise unknown_name(f"reference of {question}", str(name), [arm.name for arm in arms])
-    return {**default, **named}
-
-
-def share_attention(
-    arms: list[Arm], drafts: list[Draft], base: LabConfig, reference: str, where: str
-) -> list[Arm]:
-    """Give all arms the reference's choice of query and key norms, which by default follows the router.
-
-    If the base or any arm sets qk_norm, all arms stay as they are.
-    """
-    if base.model.qk_norm is not None:
-        return arms
-    if any("qk_norm" in draft.overrides.get("model", {}) for draft in drafts):
-        return arms
-    norms = next(uses_qk_norm(arm.config.model) for arm in arms if arm.name == reference)
-    shared = []
-    for arm in arms:
-        if arm.config.model.block == "modern":
-            config = replace(arm.config, model=replace(arm.config.model, qk_norm=norms))
-            arm = replace(arm, overrides=merged(arm.overrides, {"model": {"qk_norm": norms}}), config=config)
-        shared.append(arm)
-    return distinct(shared, where)
-
-
-def check_shared(arms: list[Arm], where: str) -> None:
-    first = arms[0]
-    for what, of in SHARED.items():
-        for arm in arms[1:]:
-            if of(arm.config) != of(first.config):
-                raise BadInput(
-                    f"{where}: arms {first.name!r} and {arm.name!r} differ in {what}, so their losses are "
-                    "not comparable; set it in [base]"
-                )
+        for key in keys:
+            near.setdefault(key, []).append(arm)
+    return tuple(unique.values())

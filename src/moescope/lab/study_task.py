@@ -6,28 +6,34 @@ import gc
 import json
 import math
 import shlex
-import shutil
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from moescope.lab.train import STATE, Job, lock_training, run_training, saved_checkpoints
+import numpy as np
+import pandas as pd
+
+from moescope.errors import BadInput
+from moescope.lab.config import STATE
+from moescope.lab.study_statistics import FAILED, NOT_RUN, final_slope
+from moescope.lab.train import Job, checkpoint_folders, lock_training, run_training, saved_checkpoints
+from moescope.lab.user_code import load_function, long_rows
 from moescope.processor import avoid_broken_amx
 from moescope.progress import unsaid_alerts
 from moescope.run import Run, finished_run, jsonable, read_run_json, write_json
-from moescope.storage import atomic_folder, check_disk, sync_file
+from moescope.storage import atomic_folder, check_disk, remove, sync
+from moescope.types import Integers
 
 if TYPE_CHECKING:
-    import pandas as pd
-
+    from moescope.decoder.model import LabModel
     from moescope.decoder.vocabulary import Vocabulary
     from moescope.lab.config import LabConfig
     from moescope.lab.corpus import Corpus
     from moescope.lab.evaluation import DocumentSample
     from moescope.lab.training import Data
 
-DONE, FAILED, NOT_RUN = "done", "failed", "not run"
+DONE = "done"
 TRAININGS, TEXT_FOLDER, IDS_FOLDER = "trainings", "text", "ids"
 # column of study_runs -> the Monitor's metric whose mean over layers it is
 LOAD = {
@@ -53,6 +59,7 @@ class TrainingTask:
     config: LabConfig
     corpus: str  # its identity
     tasks: str = ""  # of lm-eval
+    probe: str = ""  # FILE.py:FUNCTION
 
     @property
     def folder(self) -> Path:
@@ -73,33 +80,11 @@ class TaskResult:
 
 
 def run_task(device: str, task: TrainingTask, tick: Callable[[], None]) -> TaskResult:
-    """Train to the end, from the last checkpoint if there is one, and measure; then free the memory."""
-    try:
-        return train_and_measure(device, task, tick)
-    finally:
-        free_memory()
-
-
-def free_memory() -> None:
-    """Free models that nothing uses any more, and what torch keeps of a GPU that other processes may share.
-
-    A model, its optimizer and its monitor refer to each other, so they stay until Python collects garbage,
-    and a full GPU does not make it do so.
-    """
-    import torch
-
-    gc.collect()
-    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
-        torch.cuda.empty_cache()
-
-
-def train_and_measure(device: str, task: TrainingTask, tick: Callable[[], None]) -> TaskResult:
-    """Return the task's rows.
+    """Train to the end, from the last checkpoint if there is one, and measure; then free the memory.
 
     A training that diverges has failed. One that runs out of memory was not run: there may be room another
     time. Every other error is raised: it would also stop the next training.
     """
-    import pandas as pd
     import torch
 
     from moescope.decoder.ranks import Ranks
@@ -122,28 +107,40 @@ def train_and_measure(device: str, task: TrainingTask, tick: Callable[[], None])
         # by default a function is no longer compiled after eight sizes and sets of options
         limits = torch._dynamo.config
         limits.recompile_limit = limits.accumulated_recompile_limit = MOST_COMPILED
-    row = {**task.keys, "question": task.question, **costs(task.config), **routing_size(task.config)}
+    row: dict[str, Any] = {"question": task.question, "status": DONE, **costs(task.config)}
+    frames: dict[str, pd.DataFrame] = {}
     try:
         # Alerts are in each training's table; printed, they would not name their training.
         with unsaid_alerts(), lock_training(task.folder):
             run = run or run_training(job)
         assert run is not None
         free_memory()  # the model is loaded from its checkpoint
-        values, tables = measure(run, task, text, device)
+        values, frames = measure(run, task, text, device)
+        row |= values
     except torch.OutOfMemoryError as error:
         return TaskResult(status=NOT_RUN, message=memory_message(error))
     except Diverged as error:
         row |= {"status": FAILED, "message": str(error).splitlines()[0]}
-        frames = {"study_runs": pd.DataFrame([row])}
-        curves = curves_of(Run.load(task.folder), task) if read_run_json(task.folder) else None
-        return TaskResult(frames if curves is None else {**frames, "study_curves": curves}, FAILED)
-    frames = {
-        "study_runs": pd.DataFrame([{**row, "status": DONE, **values}]),
-        **{name: frame.assign(**task.keys) for name, frame in tables.items() if len(frame)},
-    }
-    curves = curves_of(run, task)
-    frames |= {} if curves is None else {"study_curves": curves}
-    return TaskResult(frames | probe_model(run, task, text, device))
+        run = Run.load(task.folder) if read_run_json(task.folder) else None
+    finally:
+        free_memory()
+    if run is not None and "steps" in run.tables:
+        frames["study_curves"] = curves_of(run)
+    frames = {name: frame.assign(**task.keys) for name, frame in frames.items() if len(frame)}
+    return TaskResult({"study_runs": pd.DataFrame([{**task.keys, **row}]), **frames}, row["status"])
+
+
+def free_memory() -> None:
+    """Free models that nothing uses any more, and what torch keeps of a GPU that other processes may share.
+
+    A model, its optimizer and its monitor refer to each other, so they stay until Python collects garbage,
+    and a full GPU does not make it do so.
+    """
+    import torch
+
+    gc.collect()
+    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        torch.cuda.empty_cache()
 
 
 def memory_message(error: Exception) -> str:
@@ -151,52 +148,40 @@ def memory_message(error: Exception) -> str:
     return ". ".join(str(error).split("\n")[0].split(". ")[:3]).rstrip(".")
 
 
-_COSTS: dict[str, dict[str, int]] = {}  # by config: the tables are written again after every training
+_COSTS: dict[str, dict[str, Any]] = {}  # by config: the tables are written again after every training
 
 
-def costs(config: LabConfig) -> dict[str, int]:
-    """Count parameters and FLOPs, which are known before training."""
+def costs(config: LabConfig) -> dict[str, Any]:
+    """Count parameters, FLOPs, experts and top-k if the router routes, and tokens: known before training."""
     from moescope.decoder.model import parameter_counts
+    from moescope.decoder.routers import router_class
     from moescope.lab.cost import active_parameters, flops_per_token
 
-    key = repr((config.model, config.train.sequence_length))
+    model, train = config.model, config.train
+    key = repr((model, train.sequence_length, train.batch_size))
     if key not in _COSTS:
-        counts = parameter_counts(config.model)
+        counts, facts = parameter_counts(model), router_class(model.router).facts(model)
         _COSTS[key] = {
             "parameters_total": counts.total,
             "parameters_trainable": counts.trainable,
-            "parameters_active": active_parameters(config.model),
-            "flops_per_token": round(flops_per_token(config.model, config.train.sequence_length)),
+            "parameters_active": active_parameters(model),
+            "flops_per_token": round(flops_per_token(model, train.sequence_length)),
+            "n_experts": model.experts if facts["routes"] else None,
+            "top_k": (facts["fixed_top_k"] or model.top_k) if facts["routes"] else None,
+            "tokens_per_step": train.batch_size * train.sequence_length,
         }
     return _COSTS[key]
-
-
-def routing_size(config: LabConfig) -> dict[str, int | None]:
-    """Return experts and top-k of the arm's router, if it routes, and tokens per step."""
-    from moescope.decoder.routers import router_class
-
-    model, train = config.model, config.train
-    facts = router_class(model.router).facts(model)
-    return {
-        "n_experts": model.experts if facts["routes"] else None,
-        "top_k": (facts["fixed_top_k"] or model.top_k) if facts["routes"] else None,
-        "tokens_per_step": train.batch_size * train.sequence_length,
-    }
 
 
 def measure(
     run: Run, task: TrainingTask, text: StudyText, device: str
 ) -> tuple[dict[str, float | None], dict[str, pd.DataFrame]]:
     """Return the training's values in study_runs, and its rows of tables that need the trained model."""
-    import pandas as pd
-
     from moescope.decoder.saving import load_model
-    from moescope.lab.evaluation import checkpoint_stability, document_losses, evaluation_noise, mean_loss
-    from moescope.lab.some_keys import key_tables
-    from moescope.lab.study_routing import measure_routing
-    from moescope.lab.study_statistics import final_slope
+    from moescope.lab.evaluation import document_losses, evaluation_noise, mean_loss
+    from moescope.lab.trained_routing import checkpoint_stability, key_tables, measure_routing
 
-    train = task.config.train
+    train, steps = task.config.train, run.table("steps")
     checkpoints = [(item["step"], Path(item["path"])) for item in saved_checkpoints(run.path / "checkpoints")]
     model, _ = load_model(checkpoints[-1][1], device)
     size = max(train.batch_size // train.micro_batches, 1)
@@ -204,93 +189,93 @@ def measure(
     documents["bytes"] = text.document_bytes
     trained = text.corpus.domains
     layers, loads = measure_routing(model, text.documents, trained, size, device, train.dtype)
-    routes = len(loads) > 0
+    tables = {"study_documents": documents, "study_loads": loads, "study_usage": usage_over_steps(run)}
     if model.routers[0].has_keys:
         keys = key_tables(run, model, train.steps)
         found = keys["key_metrics"].assign(metric="key_" + keys["key_metrics"]["metric"], domain="")
         layers = pd.concat([layers, found[list(layers)]], ignore_index=True)
-        of_keys = {"study_keys": keys["key_map"].drop(columns=["step", "variance_share_chance"])}
-    else:
-        of_keys = {}
+        tables["study_keys"] = keys["key_map"].drop(columns=["step", "variance_share_chance"])
+    tables |= {"study_layers": layers, **probe_model(model, task, text, size, device)}
     del model
-    tables = of_keys | {"study_documents": documents, "study_layers": layers, "study_loads": loads}
-    tables["study_usage"] = usage_over_steps(run)
     documents = documents[documents["domain"].isin(trained)]  # others were never trained on
-    noise = evaluation_noise(documents)
+    noise = evaluation_noise(documents) or (None, None, None)
     stability = checkpoint_stability(checkpoints, text.data.validation, device)
-    last = load_over_steps(run)
-    values: dict[str, float | None] = {"validation_loss": mean_loss(documents)}
-    published = run.table("steps")["validation_loss_published"].dropna()
-    values["validation_loss_published"] = published.iloc[-1] if len(published) else None
-    values |= {"unigram_loss": text.unigram_loss, "loss_slope": final_slope(run.table("steps"), train.steps)}
-    values["output_documents"] = len(documents) if routes else None
+    last = load_over_steps(run).tail(1)
+    published = steps["validation_loss_published"].dropna()
     nats = float((documents["tokens"] * documents["loss"]).sum())
-    values["bits_per_byte"] = nats / math.log(2) / max(int(documents["bytes"].sum()), 1)
-    values |= dict(zip(("noise_low", "noise_high", "noise_std"), noise or (None, None, None), strict=True))
-    named = (*LOAD, "load_cv_chance", "routing_entropy_chance")
-    values |= {column: last[column].iloc[-1] for column in named if len(last) and column in last}
-    if stability is not None:
-        values |= {**asdict(stability), "consistency_estimated": 0}
+    values = {
+        "validation_loss": mean_loss(documents),
+        "validation_loss_published": published.iloc[-1] if len(published) else None,
+        "unigram_loss": text.unigram_loss,
+        "loss_slope": final_slope(steps, train.steps),
+        "output_documents": len(documents) if len(loads) else None,
+        "bits_per_byte": nats / math.log(2) / max(int(documents["bytes"].sum()), 1),
+        **dict(zip(("noise_low", "noise_high", "noise_std"), noise, strict=True)),
+        **{
+            column: last[column].iloc[0]
+            for column in (*LOAD, "load_cv_chance", "routing_entropy_chance")
+            if len(last) and column in last
+        },
+        **stability,
+        "consistency_estimated": 0 if stability else None,
+    }
     return {**values, **speed(run)}, tables
 
 
 def usage_over_steps(run: Run) -> pd.DataFrame:
     """Return each expert's share of its layer's load since the previous row; empty for a dense model."""
-    import pandas as pd
-
     if "load" not in run.tables or not run.info["router_facts"]["routes"]:
         return pd.DataFrame()
-    load = (
-        run.table("load").groupby(["step", "layer", "layer_name", "expert"], as_index=False)["tokens"].sum()
-    )
+    keys = ["step", "layer", "layer_name", "expert"]
+    load = run.table("load").groupby(keys, as_index=False)["tokens"].sum()
     total = load.groupby(["step", "layer"])["tokens"].transform("sum")
     return load.assign(share=load["tokens"] / total.clip(lower=1)).drop(columns="tokens")
 
 
-def probe_model(run: Run, task: TrainingTask, text: StudyText, device: str) -> dict[str, pd.DataFrame]:
-    """Return what `study_probes` and the tasks of lm-eval find in the trained model."""
-    from moescope.decoder.saving import load_model
-    from moescope.lab.study_probes import probe
+def probe_model(
+    model: LabModel, task: TrainingTask, text: StudyText, size: int, device: str
+) -> dict[str, pd.DataFrame]:
+    """Return what the study's probe and the tasks of lm-eval find in the trained model."""
+    import torch
 
-    train = task.config.train
-    model, _ = load_model(Path(saved_checkpoints(run.path / "checkpoints")[-1]["path"]), device)
-    size = max(train.batch_size // train.micro_batches, 1)
-    frames = probe(model, text.data.validation, text.vocabulary, size, device, train.dtype)
+    train, frames = task.config.train, {}
+    if task.probe:
+        function = load_function(task.probe, Path(), "probe")
+        try:
+            frames["study_probes"] = long_rows(function(model, text.data.validation, text.vocabulary, train))
+        except torch.OutOfMemoryError:
+            raise
+        except Exception as error:
+            problem = f"{type(error).__name__}: {error}"
+            raise BadInput(f"probe {task.probe} failed on {task.folder.name} ({problem}); mend it") from error
     if task.tasks:
         from moescope.lab.tasks import score_tasks
 
         frames["study_tasks"] = score_tasks(task.tasks, model, text.vocabulary, size, device, train.dtype)
-    return {name: frame.assign(**task.keys) for name, frame in frames.items()}
+    return frames
 
 
 def load_over_steps(run: Run) -> pd.DataFrame:
     """Return step, the columns of LOAD and *_chance of each, means over layers; empty for a dense model."""
-    import pandas as pd
-
     facts = run.info["router_facts"]
     if "routing_layers" not in run.tables or not facts["routes"]:
         return pd.DataFrame(columns=["step"])
-    rows = run.table("routing_layers")
     names = {metric: column for column, metric in LOAD.items()}
-    rows = rows[rows["metric"].isin(list(names)) & (rows["domain"] == "")]
     if facts["experts_choose"]:  # a slot per token and expert, most of them empty by design
-        rows = rows[rows["metric"] != "dropped"]
-    kinds = {"value": "", "chance": "_chance"}
-    wide = rows.pivot_table(index="step", columns="metric", values=list(kinds), aggfunc="mean")
-    wide.columns = pd.Index([f"{names[metric]}{kinds[kind]}" for kind, metric in wide.columns])
-    return wide.reset_index()
+        del names["dropped"]
+    rows = run.table("routing_layers")
+    rows = rows[rows["metric"].isin([*names]) & (rows["domain"] == "")]
+    wide = rows.pivot_table(index="step", columns="metric", values=["value", "chance"], aggfunc="mean")
+    ends = {"value": "", "chance": "_chance"}
+    return wide.set_axis([f"{names[metric]}{ends[kind]}" for kind, metric in wide], axis=1).reset_index()
 
 
-def curves_of(run: Run, task: TrainingTask) -> pd.DataFrame | None:
-    """Return rows of study_curves; None if nothing was logged before the training stopped."""
-    if "steps" not in run.tables:
-        return None
+def curves_of(run: Run) -> pd.DataFrame:
+    """Return rows of study_curves."""
     steps = run.table("steps")[["step", "train_loss", "validation_loss", "validation_loss_published"]]
-    load = load_over_steps(run)
     named = (name for column in CURVES for name in (column, f"{column}_chance"))
-    columns = ["step", *(column for column in named if column in load)]
-    joined = steps.merge(load[columns], on="step", how="outer").sort_values("step", ignore_index=True)
-    return joined.assign(**task.keys)
+    load = load_over_steps(run).filter(["step", *named])
+    return steps.merge(load, on="step", how="outer").sort_values("step", ignore_index=True)
 
 
 def speed(run: Run) -> dict[str, float | None]:
@@ -298,8 +283,7 @@ def speed(run: Run) -> dict[str, float | None]:
 
     A CPU's peak memory is that of the process, which trainings share.
     """
-    steps = run.table("steps").sort_values("step")
-    steps = steps[steps["tokens_per_second"].notna()]
+    steps = run.table("steps").sort_values("step").dropna(subset="tokens_per_second")
     tokens = steps["tokens"].diff().fillna(steps["tokens"])
     seconds = float((tokens / steps["tokens_per_second"]).sum())
     peak = steps["peak_memory_bytes"].max() if str(run.info["device"]).startswith("cuda") else None
@@ -316,11 +300,10 @@ def prune(folder: Path, keep: str) -> None:
     if keep == "all" or info is None:
         return
     states = folder / "checkpoints"
-    saved = saved_checkpoints(states)
+    saved = [*checkpoint_folders(states).values()]
     removed = saved[:-1] if keep == "last" else saved
-    for item in removed:
-        shutil.rmtree(item["path"], ignore_errors=True)
-    (states / STATE).unlink(missing_ok=True)
+    for path in (*removed, states / STATE):
+        remove(path, folder)
     if removed:
         write_json(folder / "run.json", {**info, "checkpoints": saved_checkpoints(states)})
 
@@ -336,7 +319,7 @@ class StudyText:
     vocabulary: Vocabulary
     data: Data
     documents: DocumentSample
-    document_bytes: list[int]  # that the predicted tokens of each document stand for
+    document_bytes: Integers  # that the predicted tokens of each document stand for
     unigram_loss: float  # of the unigram baseline on the documents of trained domains
 
 
@@ -355,7 +338,7 @@ def save_text(folder: Path, corpus: Corpus, vocabulary: Vocabulary) -> None:
             (partial / "corpus.json").write_bytes(content)
             vocabulary.save(partial)
             for file in partial.iterdir():
-                sync_file(file)
+                sync(file)
     if not (target / IDS_FOLDER).exists():
         with atomic_folder(target / IDS_FOLDER) as partial:
             for side in SIDES:
@@ -364,7 +347,7 @@ def save_text(folder: Path, corpus: Corpus, vocabulary: Vocabulary) -> None:
                     check_disk(folder, ids.stream.nbytes + ids.ends.nbytes)
                     ids.save(partial, f"{side}-{at}")
             for file in partial.iterdir():
-                sync_file(file)
+                sync(file)
 
 
 _TEXTS: dict[tuple[object, ...], StudyText] = {}  # of the study this process works for
@@ -372,8 +355,6 @@ _TEXTS: dict[tuple[object, ...], StudyText] = {}  # of the study this process wo
 
 def load_text(folder: Path, identity: str, config: LabConfig) -> StudyText:
     """Return the study's text, read and split into rows once per process; `identity` is the corpus's."""
-    import numpy as np
-
     from moescope.decoder.vocabulary import load_vocabulary
     from moescope.lab.batches import TokenIds, TokenRows, unigram_log_probability
     from moescope.lab.corpus import Corpus
@@ -383,36 +364,30 @@ def load_text(folder: Path, identity: str, config: LabConfig) -> StudyText:
     train, layout = config.train, config.data.layout
     key = (folder, identity, train.sequence_length, train.evaluation_rows, layout)
     if key not in _TEXTS:
-        content = json.loads((folder / TEXT_FOLDER / "corpus.json").read_text(encoding="utf-8"))
+        stored = folder / TEXT_FOLDER
+        content = json.loads((stored / "corpus.json").read_text(encoding="utf-8"))
         corpus = Corpus(**{**content, **{name: tuple(content.get(name, ())) for name in ("domains", "cut")}})
-        vocabulary = load_vocabulary(folder / TEXT_FOLDER)
-        windows = WINDOWS if layout == "packed" else 1
+        vocabulary = load_vocabulary(stored)
         ids = {
             side: {
-                domain: TokenIds.load(folder / TEXT_FOLDER / IDS_FOLDER, f"{side}-{at}")
+                domain: TokenIds.load(stored / IDS_FOLDER, f"{side}-{at}")
                 for at, domain in enumerate(getattr(corpus, side))
             }
             for side in SIDES
         }
-        held_out = {**ids["validation"], **ids["unseen"]}
-        documents = DocumentSample.of_ids(held_out, vocabulary.pad, train.sequence_length, windows)
         rows, held_out_rows = (
             TokenRows.of_ids(ids[side], vocabulary.pad, train.sequence_length, layout)
             for side in ("train", "validation")
         )
         data = Data(rows, held_out_rows.sample(train.evaluation_rows))
-        log_p = unigram_log_probability(data.train, vocabulary.size)
-        targets = [window.tokens[1:] for window in documents.windows]
-        of_document = [window.document for window in documents.windows]
-        sizes, count_bytes = [0] * len(documents.domains), vocabulary.byte_counts()
-        for at, tokens in zip(of_document, targets, strict=True):
-            sizes[at] += int(count_bytes[tokens].sum())
-        counted = [
-            log_p[tokens]
-            for at, tokens in zip(of_document, targets, strict=True)
-            if documents.domains[at] in corpus.domains
-        ]
-        unigram = -float(np.concatenate(counted).mean())
+        held_out, windows = {**ids["validation"], **ids["unseen"]}, WINDOWS if layout == "packed" else 1
+        documents = DocumentSample.of_ids(held_out, vocabulary.pad, train.sequence_length, windows)
+        targets_T = np.concatenate([window.tokens[1:] for window in documents.windows])
+        lengths = [len(window.tokens) - 1 for window in documents.windows]
+        document_T = np.repeat([window.document for window in documents.windows], lengths)
+        sizes = np.bincount(document_T, vocabulary.byte_counts()[targets_T], len(documents.domains))
+        in_loss_T = np.isin(documents.domains, corpus.domains)[document_T]
+        unigram = -float(unigram_log_probability(data.train, vocabulary.size)[targets_T[in_loss_T]].mean())
         _TEXTS.clear()
-        _TEXTS[key] = StudyText(corpus, vocabulary, data, documents, sizes, unigram)
+        _TEXTS[key] = StudyText(corpus, vocabulary, data, documents, sizes.astype(int), unigram)
     return _TEXTS[key]

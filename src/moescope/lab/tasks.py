@@ -19,8 +19,7 @@ import pandas as pd
 
 from moescope.checkpoint.files import first_line
 from moescope.errors import BadInput
-from moescope.lab.config import TrainConfig
-from moescope.lab.existing import MODEL, load_base
+from moescope.lab.config import MODEL, TrainConfig
 from moescope.lab.tables import TRAIN_TABLES
 from moescope.run import Run, write_json, write_table
 
@@ -38,50 +37,52 @@ ACCURACIES = ("acc", "acc_norm")  # of choices: chance is one over their number
 @contextmanager
 def without_messages(quiet: bool) -> Iterator[None]:
     """Keep the libraries' log messages back; where quiet, their progress bars too."""
-    loggers = [logging.getLogger(name) for name in LOGGERS]
-    levels = [logger.level for logger in loggers]
-    for logger in loggers:
+    levels = {logger: logger.level for logger in map(logging.getLogger, LOGGERS)}
+    for logger in levels:
         logger.setLevel(logging.CRITICAL)
     try:
         with redirect_stderr(io.StringIO()) if quiet else nullcontext():
             yield
     finally:
-        for logger, level in zip(loggers, levels, strict=True):
+        for logger, level in levels.items():
             logger.setLevel(level)
 
 
-def task_names(given: str) -> list[str]:
-    return [*dict.fromkeys(part.strip() for part in given.split(",") if part.strip())]
+def task_names(listed: str) -> list[str]:
+    return [*dict.fromkeys(part.strip() for part in listed.split(",") if part.strip())]
 
 
-def load_tasks(given: str, option: str = "--tasks") -> dict[str, Any]:
+def load_tasks(listed: str, option: str = "--tasks") -> dict[str, Any]:
     """Return lm-eval's tasks and groups with their data, so that a missing one is known before a training.
 
-    `given` are, separated by commas, names of lm-eval, YAML files of tasks, and folders of such files.
+    `listed` are, separated by commas, names of lm-eval, YAML files of tasks, and folders of such files.
     """
-    names = task_names(given)
+    names = task_names(listed)
     if not names:
-        raise BadInput(f"{option} {given!r} names no task; give one, such as hellaswag")
+        raise BadInput(f"{option} {listed!r} names no task; give one, such as hellaswag")
     if find_spec("lm_eval") is None:
         raise BadInput(f"{option} needs lm-eval; pip install 'moescope[tasks]'")
     from lm_eval.tasks import TaskManager
 
     with without_messages(quiet=True):
-        folders = [name for name in names if Path(name).is_dir()]
-        in_folders = {name: TaskManager(include_path=name, include_defaults=False) for name in folders}
-        others = [name for name in names if name not in folders]
-        manager = TaskManager(include_defaults=not all(Path(name).is_file() for name in others))
+        folders = {
+            name: TaskManager(include_path=name, include_defaults=False)
+            for name in names
+            if Path(name).is_dir()
+        }
+        files = [name for name in names if Path(name).is_file()]
+        manager = TaskManager(include_defaults=len(folders) + len(files) < len(names))
         loaded: list[Any] = []
         for name in names:
-            found = in_folders.get(name, manager)
-            if name in folders and not found.all_subtasks:
+            source = folders.get(name, manager)
+            if name in folders and not source.all_subtasks:
                 raise BadInput(f"{option} {name}: no task's YAML file in this folder; name another")
-            for task in folder_tasks(found, name, option) if name in folders else [name]:
-                loaded += load_task(found, task, option)
+            for task in folder_tasks(source, name, option) if name in folders else [name]:
+                loaded += load_task(source, task, option)
         try:
             tasks: dict[str, Any] = manager.load(loaded)
         except ValueError as error:
-            raise BadInput(f"{option} {given}: {first_line(error)}; name it once") from None
+            raise BadInput(f"{option} {listed}: {first_line(error)}; name it once") from None
     for task in tasks["tasks"].values():
         if task.get_config("num_fewshot") is None:
             task.set_config(key="num_fewshot", value=0)
@@ -125,17 +126,19 @@ def load_task(manager: Any, name: str, option: str) -> list[Any]:
         advice = f"near: {', '.join(close)}" if close else "`lm-eval ls tasks` lists all"
         raise BadInput(f"{option} {name}: neither a task of lm-eval nor a YAML file or folder; {advice}")
     with loading_errors(name, option):
-        found = manager.load([name])
-    for task in found["tasks"].values():
+        loaded = manager.load([name])
+    for task in loaded["tasks"].values():
         if getattr(task, "UNSAFE_CODE", False):
             raise BadInput(f"{option} {name}: it runs code that the model writes; remove the task")
-    grouped = {task for group in found["groups"].values() for task in group.child_names}
-    return [one for key, one in (found["tasks"] | found["groups"]).items() if key not in grouped]
+    grouped = {task for group in loaded["groups"].values() for task in group.child_names}
+    return [one for key, one in (loaded["tasks"] | loaded["groups"]).items() if key not in grouped]
 
 
 def evaluate(name: str, tasks: dict[str, Any], train: TrainConfig, device: str, quiet: bool) -> Any:
     """Return lm-eval's results of one checkpoint."""
     from lm_eval.models.huggingface import HFLM
+
+    from moescope.lab.tuning import load_base
 
     traced, _ = load_base(name, device, train)
     size = max(train.batch_size // train.micro_batches, 1)
@@ -200,55 +203,57 @@ def paired_error(before: list[Any], after: list[Any], values: tuple[float, float
 
 
 def add_task_results(
-    run: Run, base: str, given: str, tasks: dict[str, Any], train: TrainConfig, device: str, quiet: bool
+    run: Run, base: str, listed: str, tasks: dict[str, Any], train: TrainConfig, device: str, quiet: bool
 ) -> None:
     """Write the table task_results of a finished training, unless it has the results of these tasks."""
-    if "task_results" in run.tables and run.info.get("tasks") == given:
+    if "task_results" in run.tables and run.info.get("tasks") == listed:
         return
     models = (base, str((run.path / MODEL).resolve()))
     before, after = (evaluate(name, tasks, train, device, quiet) for name in models)
     frame = pd.DataFrame(task_rows(before, after))
     write_table(TRAIN_TABLES["task_results"], frame, run.path / "task_results.parquet")
-    write_json(run.path / "run.json", {**run.info, "tasks": given})
+    write_json(run.path / "run.json", {**run.info, "tasks": listed})
 
 
 # --- trainings of a study
 
 
 @cache
-def study_tasks(given: str) -> dict[str, Any]:
+def study_tasks(listed: str) -> dict[str, Any]:
     """Return the tasks of a study, loaded once per process."""
-    tasks = load_tasks(given, STUDY_OPTION)
+    tasks = load_tasks(listed, STUDY_OPTION)
     for name, task in tasks["tasks"].items():
         if task.OUTPUT_TYPE == "generate_until":
             raise BadInput(f"{STUDY_OPTION} {name}: it generates text, which no lab model does; remove it")
     return tasks
 
 
-def tasks_identity(given: str) -> str:
+def tasks_identity(listed: str) -> str:
     """Return a hash of the tasks' documents and prompts."""
-    found = hashlib.sha256()
-    for name, task in sorted(study_tasks(given)["tasks"].items()):
-        found.update(f"{name} {task.get_config('num_fewshot')}".encode())
+    digest = hashlib.sha256()
+    for name, task in sorted(study_tasks(listed)["tasks"].items()):
+        digest.update(f"{name} {task.get_config('num_fewshot')}".encode())
         for document in task.eval_docs:
             content = [document, task.doc_to_text(document), task.doc_to_target(document)]
-            found.update(json.dumps(content, sort_keys=True, default=str).encode())
-    return found.hexdigest()[:32]
+            digest.update(json.dumps(content, sort_keys=True, default=str).encode())
+    return digest.hexdigest()[:32]
 
 
 def score_tasks(
-    given: str, model: LabModel, vocabulary: Vocabulary, size: int, device: str, dtype: str
+    listed: str, model: LabModel, vocabulary: Vocabulary, size: int, device: str, dtype: str
 ) -> pd.DataFrame:
     """Return every task's metrics of a lab model, with the chance level of choices."""
-    tasks = study_tasks(given)
+    tasks = study_tasks(listed)
     result = run_harness(harness_model(model, vocabulary, size, device, dtype), tasks, quiet=True)
     levels = {name: chance_level(task) for name, task in tasks["tasks"].items()}
     groups = result.get("group_subtasks", {})
 
     def level(name: str) -> float:
         """Of a task; of a group that of its tasks, if they agree."""
-        found = {level(child) for child in groups[name]} if groups.get(name) else {levels.get(name, np.nan)}
-        return found.pop() if len(found) == 1 else np.nan
+        levels_of_parts = (
+            {level(child) for child in groups[name]} if groups.get(name) else {levels.get(name, np.nan)}
+        )
+        return levels_of_parts.pop() if len(levels_of_parts) == 1 else np.nan
 
     rows = [row for _, row in metric_rows(result)]
     for row in rows:
@@ -279,7 +284,7 @@ def harness_model(model: LabModel, vocabulary: Vocabulary, size: int, device: st
 
         @torch.no_grad()
         def _loglikelihood_tokens(self, requests: list[Any], **more: Any) -> list[tuple[float, bool]]:
-            found = []
+            scores = []
             for first in range(0, len(requests), size):
                 batch = [(context + text, len(text)) for _, context, text in requests[first : first + size]]
                 batch = [(tokens[-longest - 1 :], count) for tokens, count in batch]
@@ -296,8 +301,8 @@ def harness_model(model: LabModel, vocabulary: Vocabulary, size: int, device: st
                     log_p = logits_LV[len(tokens) - 1 - count : len(tokens) - 1].double().log_softmax(-1)
                     targets = torch.tensor(tokens[len(tokens) - count :], device=log_p.device)
                     chosen = log_p.gather(1, targets[:, None])
-                    found.append((float(chosen.sum()), bool((log_p.argmax(-1) == targets).all())))
-            return found
+                    scores.append((float(chosen.sum()), bool((log_p.argmax(-1) == targets).all())))
+            return scores
 
         def loglikelihood_rolling(self, requests: list[Any], disable_tqdm: bool = False) -> list[float]:
             return [

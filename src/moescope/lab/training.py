@@ -8,41 +8,43 @@ from __future__ import annotations
 import gc
 import logging
 import math
+import pickle
 import sys
 import time
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field
 from inspect import signature
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from moescope.decoder.model import LabModel, Output
-from moescope.decoder.ranks import ALONE, Ranks
+from moescope.decoder.model import LabModel, Output, seeded_by_part, unseeded
+from moescope.decoder.ranks import Ranks
+from moescope.decoder.routers import router_class
+from moescope.decoder.saving import load_model, save_model
+from moescope.decoder.vocabulary import Vocabulary
 from moescope.errors import BadInput
-from moescope.lab.batches import IGNORED, TokenRows
-from moescope.lab.config import LabConfig, TrainConfig
-from moescope.lab.evaluation import evaluate
-from moescope.lab.training_state import (
-    TrainingState,
-    average_replicated,
-    is_sharded,
-    local_part,
-    replicated_parameters,
-    save_state,
-    shard_model,
-    unsharded_model,
-)
+from moescope.lab.batches import IGNORED, TokenRows, unigram_loss
+from moescope.lab.config import STATE, ExistingConfig, LabConfig, TrainConfig
+from moescope.lab.corpus import Corpus, text_warnings
+from moescope.lab.evaluation import Evaluation, evaluate
 from moescope.routing.monitor import LoopMonitor
+from moescope.storage import atomic_file, check_disk, sync
 from moescope.types import Routing
+
+if TYPE_CHECKING:
+    from moescope.lab.train import Job
 
 LOG_EVERY = 10  # steps; more often where evaluations or checkpoints come more often
 BETAS = (0.9, 0.95)
+WINDOWS = 20  # of the Monitor per training, about
 WARM_STEPS = 3  # before one is captured: libraries set themselves up in the first
+KERNELS = ("fused", "capturable", "foreach")  # options of AdamW that fit a device, not a training
+UNREADABLE = (OSError, RuntimeError, TypeError, EOFError, LookupError, ValueError, pickle.UnpicklingError)
 Advance = Callable[[str, int], None]
 logger = logging.getLogger("moescope")
 
@@ -53,6 +55,13 @@ class Data:
 
     train: TokenRows
     validation: TokenRows
+
+    @classmethod
+    def of(cls, config: LabConfig | ExistingConfig, corpus: Corpus, vocabulary: Vocabulary) -> Data:
+        """Return the corpus as rows: all training rows, and the validation rows for evaluations."""
+        shape = vocabulary, config.train.sequence_length, config.data.layout
+        train, held_out = (TokenRows.of(texts, *shape) for texts in (corpus.train, corpus.validation))
+        return cls(train, held_out.sample(config.train.evaluation_rows))
 
 
 @dataclass
@@ -71,44 +80,58 @@ class Training:
     def __post_init__(self) -> None:
         if self.device.startswith("cuda:"):  # for streams, random numbers and peak memory
             torch.cuda.set_device(self.device)
-        self.sharded = self.config.train.parallel == "fsdp" and self.ranks.world > 1
-        if self.sharded:
-            shard_model(self.model, self.device, self.ranks)
         self.optimiser = make_optimiser(self.model, self.config.train, self.device)
         self.logged: list[Tensor] = []  # per step since the last log: LM loss, auxiliary loss, gradient norm
         self.rate = torch.zeros((), device=self.device) if self.device.startswith("cuda") else None
         self.graph: StepGraph | None = None
-        train, dtype = self.config.train, getattr(torch, self.config.train.dtype)
+        dtype = getattr(torch, self.config.train.dtype)
         self.capturable = (
             self.rate is not None
-            and self.ranks.world * train.micro_batches == 1
+            and self.ranks.world * self.config.train.micro_batches == 1
             and not any(block.mlp.experts.waits(dtype) for block in self.model.blocks)
         )
         self.warm = 0  # steps that could have been captured
-        self.parallel: nn.Module = self.model
         for router in self.model.routers:
             router.ranks = self.ranks
-        if self.ranks.world > 1 and not self.sharded:
-            self.parallel = distributed(self.model, self.device)
+        self.parallel: Any = distributed(self.model, self.device) if self.ranks.world > 1 else self.model
 
-    def restore(self, state: TrainingState) -> None:
-        state.restore(self.model, self.optimiser, self.ranks)
-        self.step, self.evaluations = state.step, list(state.evaluations)
+    def restore(self, state: dict[str, Any]) -> None:
+        """Continue after the state's step; with its random state if there are as many ranks."""
+        self.model.load_state_dict(state["model"])
+        groups = [  # the moments on any device, with this device's kernels
+            {**saved, **{flag: here[flag] for flag in KERNELS}}
+            for saved, here in zip(
+                state["optimiser"]["param_groups"], self.optimiser.param_groups, strict=True
+            )
+        ]
+        self.optimiser.load_state_dict({**state["optimiser"], "param_groups": groups})
+        if len(state["generators"]) == self.ranks.world:
+            generators, size = state["generators"][self.ranks.rank], len(torch.get_rng_state())
+            torch.set_rng_state(generators[:size].contiguous())
+            if torch.cuda.is_available() and len(generators) > size:
+                torch.cuda.set_rng_state(generators[size:].contiguous())
+        self.step, self.evaluations = state["step"], list(state["evaluations"])
 
     # --- one step
 
     def one_step(self, watch: FiniteWatch, monitor: LoopMonitor | None = None) -> None:
         """Train on this rank's share of every micro-batch: one step of the optimiser and of the routers."""
         train = self.config.train
-        self.set_rate(learning_rate(self.step, train))
+        rate = learning_rate(self.step, train)
+        if self.rate is not None:  # on a GPU, where a captured step reads it
+            self.rate.fill_(rate)
+        for group in self.optimiser.param_groups:
+            group["lr"] = rate if self.rate is None else self.rate
         batch = self.data.train.of_step(self.step, train.batch_size, train.seed)
         targets = int((batch.targets_BL != IGNORED).sum())
         micro_batches = []
-        for micro in range(train.micro_batches):
-            rows = self.share(micro)
+        size = train.batch_size // train.micro_batches
+        share = size // self.ranks.world  # together the ranks take the rows of a single process
+        for first in range(self.ranks.rank * share, train.batch_size, size):
+            rows = slice(first, first + share)
             parts = (batch.ids_BL[rows], batch.mask_BL[rows], batch.targets_BL[rows])
-            share = int((parts[2] != IGNORED).sum()) / max(targets, 1)
-            micro_batches.append((tuple(self.to_device(part) for part in parts), share))
+            weight = int((parts[2] != IGNORED).sum()) / max(targets, 1)
+            micro_batches.append((tuple(self.to_device(part) for part in parts), weight))
         # gradients into routers need a backward pass of their own
         graph = None if monitor is None or monitor.gradients else self.captured(micro_batches[0][0], watch)
         if graph is not None and monitor is not None:
@@ -120,13 +143,6 @@ class Training:
         self.logged.append(torch.cat([losses, norm[None]]))
         watch.step_ended(self.step, losses[0], norms_P)
 
-    def set_rate(self, rate: float) -> None:
-        """Set the learning rate; on a GPU where a captured step reads it."""
-        if self.rate is not None:
-            self.rate.fill_(rate)
-        for group in self.optimiser.param_groups:
-            group["lr"] = rate if self.rate is None else self.rate
-
     def update(
         self, micro_batches: Sequence[tuple[tuple[Tensor, ...], float]], forward: Callable[..., Any]
     ) -> tuple[Tensor, Tensor]:
@@ -134,7 +150,8 @@ class Training:
         train = self.config.train
         losses = torch.zeros(2, device=self.device)
         for number, ((ids, mask, wanted), share) in enumerate(micro_batches, 1):
-            with self.no_sync() if number < len(micro_batches) else nullcontext():
+            more = self.ranks.world > 1 and number < len(micro_batches)
+            with self.parallel.no_sync() if more else nullcontext():
                 bf16 = train.dtype == "bfloat16"
                 with torch.autocast(self.device.split(":")[0], torch.bfloat16, enabled=bf16):
                     output = forward(ids, mask_BL=mask, targets_BL=wanted)
@@ -143,10 +160,8 @@ class Training:
                 loss.backward()
             aux_loss = output.aux_loss.detach() / (train.micro_batches * self.ranks.world)
             losses += torch.stack([output.lm_loss.detach() * share, aux_loss])
-        if self.sharded:
-            average_replicated(self.model, self.ranks)
         gradients = [weight.grad for weight in self.model.parameters() if weight.grad is not None]
-        norms_P = clip_gradients(gradients, train.clip, self.ranks)
+        norms_P = clip_gradients(gradients, train.clip)
         self.optimiser.step()
         self.optimiser.zero_grad()
         self.model.after_step()
@@ -168,25 +183,10 @@ class Training:
                     router.accumulated.clear()
         return self.graph
 
-    def share(self, micro: int) -> slice:
-        """Return this rank's rows of a micro-batch; together the ranks take the rows of a single process."""
-        train = self.config.train
-        size = train.batch_size // train.micro_batches
-        share = size // self.ranks.world
-        first = micro * size + self.ranks.rank * share
-        return slice(first, first + share)
-
     def to_device(self, part: NDArray[Any]) -> Tensor:
         """Copy to the device from pinned memory, so that nothing waits for the copy."""
         tensor = torch.from_numpy(part)
-        if not self.device.startswith("cuda"):
-            return tensor
-        return tensor.pin_memory().to(self.device, non_blocking=True)
-
-    def no_sync(self) -> AbstractContextManager[Any]:
-        if isinstance(self.parallel, nn.parallel.DistributedDataParallel):
-            return self.parallel.no_sync()
-        return nullcontext()
+        return tensor if self.rate is None else tensor.pin_memory().to(self.device, non_blocking=True)
 
     # --- all steps
 
@@ -201,18 +201,17 @@ class Training:
         train = self.config.train
         self.model.train()
         watch = FiniteWatch(self.model)
-        every = min(LOG_EVERY, train.evaluate_every, train.checkpoint_every)
+        every, label = min(LOG_EVERY, train.evaluate_every, train.checkpoint_every), "first steps"
         try:
             if self.step == 0 and not self.evaluations:
                 self.evaluate(monitor)
-                monitor.keep("steps", [{"step": 0, **validation_columns(self.evaluations)}])
+                monitor.keep("steps", [{"step": 0, **self.validation_columns()}])
             while self.step < train.steps:
                 self.one_step(watch, monitor)
                 monitor.end_step(self.step)
                 last = self.step == train.steps
                 evaluating = last or self.step % train.evaluate_every == 0
                 saving = last or self.step % train.checkpoint_every == 0
-                label = ""
                 if self.step % every == 0 or evaluating or saving:
                     watch.check()
                     if evaluating:
@@ -224,61 +223,100 @@ class Training:
                 advance(label, 1)
                 if saving:
                     monitor.flush()
-                    model = unsharded_model(self.model, self.ranks.first) if self.sharded else self.model
-                    if monitor.run is not None and model is not None:
-                        save(model, self.step)
-                    save_state(folder, self.step, self.model, self.optimiser, self.evaluations, self.ranks)
+                    if monitor.run is not None:
+                        save(self.model, self.step)
+                    self.save_state(folder)
         finally:
             watch.close()
 
     def evaluate(self, monitor: LoopMonitor) -> None:
-        """Evaluate on the first rank (on all where weights are sharded), excluded from the steps' time."""
-        if not self.ranks.first and not self.sharded:
-            return
-        began = time.perf_counter()
-        size = max(self.config.train.batch_size // self.config.train.micro_batches, 1)
-        rows, dtype = self.data.validation, self.config.train.dtype
-        self.evaluations.append(asdict(evaluate(self.model, rows, self.step, size, self.device, dtype)))
-        monitor.keep("evaluations", self.evaluation_rows())
-        monitor.since += time.perf_counter() - began
+        train, vocabulary = self.config.train, self.config.model.vocabulary
+        found = add_evaluation(
+            monitor, self.model, self.data, self.step, train, self.device, self.unigram, vocabulary
+        )
+        self.evaluations += [asdict(found)] if found else []
 
-    def evaluation_rows(self) -> list[dict[str, Any]]:
-        """Return the last evaluation as rows of the table, all domains together first."""
-        last, uniform = self.evaluations[-1], math.log(self.config.model.vocabulary)
-        losses = {"": last["loss"], **last["domains"]}
-        return [
-            {
-                "step": last["step"],
-                "domain": domain,
-                "loss": loss,
-                "unigram_loss": self.unigram.get(domain),
-                "uniform_loss": uniform,
-            }
-            for domain, loss in losses.items()
-        ]
+    def validation_columns(self) -> dict[str, float | None]:
+        """Return the last evaluation with its baselines, as a row of steps has them."""
+        columns = {"validation_loss": "loss", "validation_loss_published": "published"}
+        found = {column: last[key] for last in self.evaluations[-1:] for column, key in columns.items()}
+        return found and {**found, **baselines(self.unigram.get(""), self.config.model.vocabulary)}
 
     def log(self, monitor: LoopMonitor, evaluated: bool) -> str:
         """Write a row of the steps table over the steps since the last; return the progress bar's text."""
         summed = self.ranks.sum(torch.stack(self.logged).double()).cpu()
         self.logged = []
         lm_loss, aux_loss, norm = summed.mean(0).tolist()
-        row: dict[str, Any] = {
+        row = {
             "train_loss": lm_loss + aux_loss,
             "lm_loss": lm_loss,
             "aux_loss": aux_loss,
             "gradient_norm": norm,
             "gradient_clip": self.config.train.clip or None,
             "learning_rate": learning_rate(self.step - 1, self.config.train),
-            **(validation_columns(self.evaluations) if evaluated else {}),
+            **(self.validation_columns() if evaluated else {}),
+            **({"peak_memory_bytes": process_peak()} if self.rate is None else {}),
         }
-        if not self.device.startswith("cuda"):
-            row["peak_memory_bytes"] = process_peak()
         began, tokens = monitor.since, monitor.tokens
         metrics = monitor.numbers(**row)
         speed = (monitor.tokens - tokens) / max(time.perf_counter() - began, 1e-9)
         busiest = metrics.get("moescope/max_over_mean_p50")  # busiest expert over the mean, median of layers
         load = "" if busiest is None else f", load {busiest:.1f}x"
         return f"loss {lm_loss:.3f}{load}, {speed:,.0f} tokens/s"
+
+    def save_state(self, folder: Path) -> None:
+        """Replace the saved state atomically. Collective: every rank must call it.
+
+        Frozen weights are left to the checkpoint of the same step, where there is one.
+        """
+        generators = [generator_state()]
+        if self.ranks.world > 1:
+            generators = [torch.empty(0)] * self.ranks.world
+            torch.distributed.all_gather_object(generators, generator_state())
+        if not self.ranks.first:
+            return
+        saved = checkpoint_of(folder, self.step).is_dir()
+        frozen = [name for name, one in self.model.named_parameters() if saved and not one.requires_grad]
+        weights = {name: tensor for name, tensor in self.model.state_dict().items() if name not in frozen}
+        moments = self.optimiser.state_dict()
+        parts = (*weights.values(), *(part for one in moments["state"].values() for part in one.values()))
+        folder.mkdir(parents=True, exist_ok=True)
+        check_disk(folder, sum(part.nbytes for part in parts if isinstance(part, Tensor)))
+        state = {
+            "step": self.step,  # it alone determines which data come next
+            "model": weights,  # and buffers (keys, biases and moving averages of routers)
+            "optimiser": moments,
+            "generators": generators,  # torch's random state of every rank
+            "evaluations": self.evaluations,
+            "frozen": frozen,
+        }
+        with atomic_file(folder / STATE) as partial:
+            torch.save(state, partial)
+        sync(folder)
+
+
+def add_evaluation(
+    monitor: LoopMonitor,
+    model: nn.Module,
+    data: Data,
+    step: int,
+    train: TrainConfig,
+    device: str,
+    unigram: dict[str, float],
+    vocabulary: int,
+) -> Evaluation | None:
+    """Evaluate on the first rank, excluded from the steps' time; losses by domain, "" being all together."""
+    if monitor.run is None:
+        return None
+    began = time.perf_counter()
+    size = train.batch_size // train.micro_batches
+    found = evaluate(model, data.validation, step, size, device, train.dtype)
+    for domain, loss in {"": found.loss, **found.domains}.items():
+        known = baselines(unigram.get(domain), vocabulary)
+        gain = None if known["unigram_loss"] is None else known["unigram_loss"] - loss
+        monitor.keep("evaluations", [{"step": step, "domain": domain, "loss": loss, **known, "gain": gain}])
+    monitor.since += time.perf_counter() - began
+    return found
 
 
 def process_peak() -> int | None:
@@ -291,23 +329,17 @@ def process_peak() -> int | None:
     return most if sys.platform == "darwin" else most * 1024  # macOS counts bytes, Linux kilobytes
 
 
-def distributed(model: LabModel, device: str) -> nn.Module:
+def distributed(model: LabModel, device: str) -> Any:
     """Return the model under DDP without syncing buffers: routers compute theirs from sums over ranks."""
     kind: Any = nn.parallel.DistributedDataParallel
-    newer = "forward_sync_buffers" in signature(kind).parameters  # torch's newer name of the option
+    newer = "forward_sync_buffers"  # torch's newer name of the option
+    option = newer if newer in signature(kind).parameters else "broadcast_buffers"
     places = [torch.device(device)] if device.startswith("cuda") else None
-    option = "forward_sync_buffers" if newer else "broadcast_buffers"
-    parallel: nn.Module = kind(model, device_ids=places, **{option: False})
-    return parallel
+    return kind(model, device_ids=places, **{option: False})
 
 
-def validation_columns(evaluations: list[dict[str, Any]]) -> dict[str, float | None]:
-    if not evaluations:
-        return {}
-    return {
-        "validation_loss": evaluations[-1]["loss"],
-        "validation_loss_published": evaluations[-1]["published"],
-    }
+def baselines(unigram: float | None, vocabulary: int) -> dict[str, float | None]:
+    return {"unigram_loss": unigram, "uniform_loss": math.log(vocabulary)}
 
 
 # --- a step without the host
@@ -365,19 +397,19 @@ class StepGraph:
 
 def make_optimiser(model: LabModel, train: TrainConfig, device: str) -> torch.optim.AdamW:
     """Return AdamW (Loshchilov, Hutter 2019) over the trained weights; norms and biases do not decay."""
-    # One kernel updates a group, and takes sharded or unsharded tensors but no mixture.
-    replicated = (
-        {id(weight) for weight in replicated_parameters(model)} if train.parallel == "fsdp" else set()
-    )
-    groups: dict[tuple[bool, float], list[nn.Parameter]] = {}
+    groups: dict[float, list[nn.Parameter]] = {}
     for name, weight in model.named_parameters():
         if weight.requires_grad:
             # by name too: experts' biases are stacked and have two dimensions like a matrix
             decay = 0.0 if weight.dim() <= 1 or name.endswith("bias") else train.weight_decay
-            groups.setdefault((id(weight) in replicated, decay), []).append(weight)
-    parameters = [{"params": weights, "weight_decay": decay} for (_, decay), weights in groups.items()]
-    on_gpu = device.startswith("cuda")
-    return torch.optim.AdamW(parameters, lr=train.learning_rate, betas=BETAS, fused=on_gpu, capturable=on_gpu)
+            groups.setdefault(decay, []).append(weight)
+    return torch.optim.AdamW(
+        [{"params": weights, "weight_decay": decay} for decay, weights in groups.items()],
+        lr=train.learning_rate,
+        betas=BETAS,
+        fused=device.startswith("cuda"),
+        capturable=device.startswith("cuda"),
+    )
 
 
 def learning_rate(step: int, train: TrainConfig) -> float:
@@ -390,20 +422,133 @@ def learning_rate(step: int, train: TrainConfig) -> float:
     return low + (train.learning_rate - low) * (1 + math.cos(math.pi * share)) / 2
 
 
-def clip_gradients(gradients: list[Tensor], most: float, ranks: Ranks = ALONE) -> Tensor:
-    """Scale all gradients to a total norm of at most `most` (0: never), in place; return each norm before.
-
-    The norm of a sharded gradient is that of all its shards.
-    """
-    parts = [local_part(gradient) for gradient in gradients]
-    norms_P = torch.stack(torch._foreach_norm([part.float() for part in parts]))
-    if any(is_sharded(gradient) for gradient in gradients):
-        sharded_P = torch.tensor([is_sharded(gradient) for gradient in gradients], device=norms_P.device)
-        norms_P = torch.where(sharded_P, ranks.sum(norms_P.square()).sqrt(), norms_P)
+def clip_gradients(gradients: list[Tensor], most: float) -> Tensor:
+    """Scale all gradients to a total norm of at most `most` (0: never), in place; return each norm before."""
+    norms_P = torch.stack(torch._foreach_norm([gradient.float() for gradient in gradients]))
     if most > 0:
         scale = (most / (torch.linalg.vector_norm(norms_P) + 1e-6)).clamp(max=1.0)
-        torch._foreach_mul_(parts, scale)
+        torch._foreach_mul_(gradients, scale)
     return norms_P
+
+
+# --- the state to resume from, in one file written atomically
+
+
+def generator_state() -> Tensor:
+    """Return the state of the CPU's and the current GPU's generator as one row of bytes."""
+    state = torch.get_rng_state()
+    return torch.cat([state, torch.cuda.get_rng_state()]) if torch.cuda.is_available() else state
+
+
+def checkpoint_of(folder: Path, step: int) -> Path:
+    return folder / f"step-{step}"
+
+
+def load_state(folder: Path) -> dict[str, Any] | None:
+    """Return the last saved state; None where there is none."""
+    path = folder / STATE
+    if not path.exists():
+        return None
+    try:
+        state: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True)
+        if frozen := state["frozen"]:
+            weights = load_model(checkpoint_of(folder, state["step"]), "cpu")[0].state_dict()
+            state["model"] |= {name: weights[name] for name in frozen}
+    except BadInput as error:
+        raise BadInput(
+            f"{path}: its frozen weights are missing ({error}); start over with --overwrite"
+        ) from None
+    except UNREADABLE as error:
+        line = (str(error).splitlines() or [type(error).__name__])[0]
+        raise BadInput(f"{path}: cannot be read ({line}); start over with --overwrite") from None
+    return state
+
+
+# --- a training of the verb
+
+
+def initial_model(config: LabConfig, origin: str | None, device: str) -> LabModel:
+    """Return the model before its first step: from the seed, or from a checkpoint."""
+    train = config.train
+    torch.manual_seed(train.seed)
+    if origin is not None:
+        model = load_model(origin, device, train.compile)[0]
+        model.trained_length = max(model.trained_length, train.sequence_length)
+        return model
+    before = seeded_by_part(train.seed) if train.paired_weights else unseeded
+    with torch.device(device):
+        model = LabModel(config.model, compile=train.compile, before=before)
+    model.trained_length = train.sequence_length
+    if train.paired_weights:  # draws in training must not depend on the draws for the weights
+        torch.manual_seed(train.seed)
+    return model
+
+
+def window_length(train: TrainConfig) -> int:
+    """Return the steps per window of the Monitor: about 1/20 of the training, a divisor of checkpoint_every.
+
+    Tables end at every checkpoint so that a training can resume there; other windows would be cut short.
+    """
+    wanted = max(train.steps / WINDOWS, 1.0)
+    every = train.checkpoint_every
+    small = [n for n in range(1, math.isqrt(every) + 1) if every % n == 0]
+    return min(sorted({*small, *(every // n for n in small)}), key=lambda n: abs(math.log(n / wanted)))
+
+
+def prepare(
+    job: Job[LabConfig], watching: dict[str, Any], overwrite: bool, resume: bool
+) -> tuple[LoopMonitor, dict[str, Any], Callable[[Advance], None]]:
+    """Return the Monitor that writes the run, facts for run.json, and what trains to the end.
+
+    It starts from the last saved state, if there is one.
+    """
+    config, states, vocabulary = job.config, job.states, job.vocabulary
+    state = None if overwrite else load_state(states)
+    if resume and state is None:
+        raise BadInput(
+            f"{job.folder}: stopped before its first checkpoint, so there is nothing to resume; repeat the "
+            "first command"
+        )
+    data = job.data or Data.of(config, job.corpus, vocabulary)
+    unigram = unigram_loss(data.train, data.validation, vocabulary.size)
+    model = initial_model(config, job.origin, job.device)
+    training = Training(config, model, data, job.device, job.ranks, unigram=unigram)
+    if state is not None:
+        training.restore(state)
+    # Gradient norms need a second backward pass, which compiled graphs do not allow.
+    gradients_every = 0 if config.train.compile else config.train.evaluate_every
+    every = window_length(config.train)
+    monitor = LoopMonitor(job.folder, every, gradients_every=gradients_every, overwrite=state is None)
+    facts = {
+        "router_facts": router_class(config.model.router).facts(config.model),
+        "vocabulary_size": vocabulary.size,
+        "warnings": text_warnings(config, job.corpus, vocabulary),
+        "checkpoints": job.checkpoints,
+    }
+
+    def train(advance: Advance) -> None:
+        began = time.perf_counter()
+
+        def save(model: LabModel, step: int) -> None:
+            nonlocal began
+            save_model(model, vocabulary, checkpoint_of(states, step))
+            assert monitor.run is not None
+            seconds, began = time.perf_counter() - began, time.perf_counter()
+            monitor.run.writer.add_timings(
+                {"train": seconds}
+            )  # no concurrent writer: tables were just flushed
+            monitor.run.writer.save_info(checkpoints=job.checkpoints)
+
+        def show(label: str, amount: int) -> None:
+            advance(label, amount)
+            job.on_step()
+
+        for _ in range(training.step):
+            job.on_step()
+        training.run(monitor, states, save, show)
+
+    monitor.watch(model, training.step, **watching)
+    return monitor, facts, train
 
 
 # --- divergence
@@ -442,12 +587,7 @@ class FiniteWatch:
         steps, self.steps = self.steps, []
         if not steps:
             return
-        table = torch.stack(
-            [
-                torch.cat([part.view(-1).double() for part in (loss, sums_L, norms)])
-                for _, loss, sums_L, norms in steps
-            ]
-        )
+        table = torch.stack([torch.cat([part.view(-1).double() for part in parts]) for _, *parts in steps])
         if torch.distributed.is_available() and torch.distributed.is_initialized():
             torch.distributed.all_reduce(table)  # not finite on one rank: the sum is not either
         if bool(table.isfinite().all()):

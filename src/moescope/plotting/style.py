@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -27,8 +26,9 @@ SEQUENTIAL = ("#9050B8", "#4C6FC4", "#2A8FA8", "#2FA778", "#7FB03A", "#C9A800")
 NOISE_REACH = 3.0  # standard deviations of noise that a scale of differences reaches at least
 ANCHORED = f"The colour scale reaches at least {NOISE_REACH:.0f} standard deviations of"
 HEAT = [[0.0, "#440154"], [0.25, "#3B528B"], [0.5, "#21918C"], [0.75, "#5EC962"], [1.0, "#FDE725"]]  # viridis
-DIVERGING = [[0.0, "#2166AC"], [0.25, "#92C5DE"], [0.5, "#F7F7F7"], [0.75, "#F4A582"], [1.0, "#B2182B"]]
-LEGEND_UP_TO = 10
+PALE, WARM, COOL = "#F3F4F6", ("#F4A582", "#B2182B"), ("#92C5DE", "#2166AC")  # chance, above it, below it
+DIVERGING = [[0.0, "#2166AC"], [0.25, "#92C5DE"], [0.5, PALE], [0.75, "#F4A582"], [1.0, "#B2182B"]]
+BLUE: list[list[Any]] = [[0.0, PALE], [1.0, "#0B2F5B"]]  # of a quantity without a chance level
 LINES_UP_TO = 12  # more layers are drawn as a map
 SUPERSCRIPT = str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹")
 DASHES = ("solid", "dash", "dot", "dashdot")
@@ -36,7 +36,6 @@ CATEGORIES: dict[str, object] = {"type": "category", "nticks": 16, "tickangle": 
 FOLD = 8.0  # the widest colour scale of ratios, either way
 EXACT_CELLS = 64 * 64  # larger heatmaps carry no exact values for hovering: they would double the page
 RANDOM = "random routing"
-UNIFORM = "a uniform router"
 
 
 def values_of(tables: Tables, metric: str, domain: str = "") -> pd.DataFrame:
@@ -76,6 +75,8 @@ def base_layout(x: str, y: str, **more: Any) -> dict[str, Any]:
     }
     for key, value in more.items():
         layout[key] = {**layout[key], **value} if key in layout and isinstance(value, dict) else value
+    if layout["yaxis"].get("automargin"):  # names of any length, and the title beside them
+        layout["yaxis"]["title"] = {"text": y, "standoff": 8}
     return layout
 
 
@@ -94,13 +95,6 @@ def layer_axis(layers: Iterable[int]) -> dict[str, object]:
     return {"tickvals": values, "ticktext": [str(value) for value in values]}
 
 
-def step_axis(steps: Iterable[int]) -> dict[str, object]:
-    """An axis with ticks at measured steps, at most 10."""
-    values = [int(step) for step in steps]
-    values = values[:: max(1, -(-len(values) // 10))]
-    return {"tickvals": values, "ticktext": [f"{value:,}" for value in values]}
-
-
 def grey_line(x: Any, y: Any, name: str, dash: str = "dash") -> Trace:
     return {
         "type": "scatter",
@@ -111,84 +105,6 @@ def grey_line(x: Any, y: Any, name: str, dash: str = "dash") -> Trace:
         "line": {"color": GREY, "width": 1.5, "dash": dash},
         "hovertemplate": f"{name}: %{{y:.4g}}<extra></extra>",
     }
-
-
-def layer_lines(
-    frame: pd.DataFrame,
-    x: str,
-    y: str,
-    *,
-    order: str | None = None,
-    hover: str = "%{y:.4g}",
-    mode: str = "lines+markers",
-) -> list[Trace]:
-    """One line per layer, along `order` (default: x); a legend up to ten layers, a colour bar beyond."""
-    layers = sorted(frame["layer"].unique())
-    colors = layer_colors(layers)
-    many = len(layers) > LEGEND_UP_TO
-    traces: list[Trace] = []
-    for layer, rows in frame.groupby("layer", sort=True):
-        ordered = rows.sort_values(order or x)
-        traces.append(
-            {
-                "type": "scatter",
-                "mode": mode,
-                "name": f"layer {layer}",
-                "meta": {"layer": int(layer)},
-                "x": ordered[x].to_numpy(),
-                "y": ordered[y].to_numpy(),
-                "customdata": ordered[order or x].to_numpy(),
-                "line": {"color": colors[layer], "width": 2},
-                "marker": {"size": 5},
-                "showlegend": not many,
-                "hovertemplate": (
-                    f"layer {layer}<br>{(order or x).replace('_', ' ')} %{{customdata}}<br>"
-                    f"{hover}<extra></extra>"
-                ),
-            }
-        )
-    if many:
-        traces.append(layer_colorbar(layers))
-    return traces
-
-
-def lines_or_map(figure: Figure) -> Figure:
-    """Return a figure with one line per layer as it is, or as a layer x value map if there are many layers.
-
-    The map has a row per layer and, below them, one per reference line. Its scale is that of the layers: a
-    ceiling far above would leave them one colour. Values on both sides of a reference at zero are
-    differences, whose colours diverge from it.
-    """
-    lines = [trace for trace in figure.data if "meta" in trace]
-    if len(lines) <= LINES_UP_TO:
-        return figure
-    columns = sorted({float(x) for trace in lines for x in trace["x"]})
-    rows: dict[str, np.ndarray] = {}
-    for trace in figure.data:
-        if trace.get("mode", "").startswith("lines") and len(trace["x"]):
-            x, y = (np.asarray(trace[axis], float) for axis in ("x", "y"))
-            order = np.argsort(x)
-            name = str(trace["meta"]["layer"]) if "meta" in trace else trace["name"]
-            rows[name] = np.interp(columns, x[order], y[order], left=np.nan, right=np.nan)
-    values = np.array(list(rows.values()))
-    own, levels = values[: len(lines)], values[len(lines) :]
-    low, high = (float(end(own)) for end in (np.nanmin, np.nanmax))
-    differences = low < 0 and any(not level.any() for level in levels)
-    label = figure.layout["yaxis"]["title"]["text"]
-    x_label = figure.layout["xaxis"]["title"]["text"]
-    trace = heatmap(
-        values,
-        [f"{x:,.0f}" if x == int(x) else number(x) for x in columns],
-        list(rows),
-        diverging=differences,
-        bound=max(-low, high) if differences else None,
-        low=low,
-        high=high,
-        label=label,
-        axes=(x_label, "layer"),
-    )
-    layout = base_layout(x_label, "layer", xaxis=CATEGORIES, yaxis={**CATEGORIES, "autorange": "reversed"})
-    return replace(figure, data=[trace], layout=layout, height=max(340, 14 * len(rows) + 90))
 
 
 def layer_colorbar(layers: Sequence[int]) -> Trace:
@@ -227,46 +143,6 @@ def some_of(layers: Sequence[int], most: int = 8) -> list[int]:
     """At most `most` layers to label: all, or every second, third, ... from the first."""
     ordered = sorted(int(layer) for layer in layers)
     return ordered[:: -(-len(ordered) // most)]
-
-
-def expert_lines(x: Sequence[float], y_EX: np.ndarray, experts: Sequence[int], what: str) -> list[Trace]:
-    """One line per expert up to 16 experts; beyond, thin lines without names and their mean on top."""
-    x = list(x)
-    if len(experts) <= 16:
-        return [
-            {
-                "type": "scatter",
-                "mode": "lines+markers",
-                "name": f"expert {expert}",
-                "x": x,
-                "y": row,
-                "line": {**category_style(index), "width": 1.8},
-                "marker": {"size": 4},
-                "hovertemplate": f"expert {expert}<br>{what} %{{x}}<br>%{{y:.4g}}<extra></extra>",
-            }
-            for index, (expert, row) in enumerate(zip(experts, y_EX, strict=True))
-        ]
-    gap = np.full((len(experts), 1), np.nan)
-    each = {
-        "type": "scatter",
-        "mode": "lines",
-        "name": "each expert",
-        "hoverinfo": "skip",
-        "opacity": 0.35,
-        "x": np.tile([*x, np.nan], len(experts)),
-        "y": np.hstack([y_EX, gap]).ravel(),
-        "line": {"color": CATEGORICAL[5], "width": 0.8},
-    }
-    mean = {
-        "type": "scatter",
-        "mode": "lines+markers",
-        "name": "mean",
-        "x": x,
-        "y": np.nanmean(y_EX, axis=0),
-        "line": {"color": CATEGORICAL[0], "width": 2.5},
-        "hovertemplate": f"mean<br>{what} %{{x}}<br>%{{y:.4g}}<extra></extra>",
-    }
-    return [each, mean]
 
 
 def heatmap(
@@ -311,41 +187,6 @@ def heatmap(
         trace["texttemplate"] = "%{z:.2f}"
         trace["textfont"] = {"size": 10}
     return {key: value for key, value in trace.items() if value is not None}
-
-
-def ratio_range(matrices: Sequence[np.ndarray]) -> float:
-    """End of a shared colour scale of ratios: 2, 4 or 8, the least that holds 98 % of the cells."""
-    ratios = np.concatenate([matrix.ravel() for matrix in matrices])
-    ratios = np.maximum(ratios, 1 / np.where(ratios > 0, ratios, np.nan))
-    reach = np.nanquantile(ratios, 0.98) if np.isfinite(ratios).any() else FOLD
-    return next((fold for fold in (2.0, 4.0) if reach <= fold), FOLD)
-
-
-def ratio_heatmap(
-    times: np.ndarray,
-    x: Iterable[Any],
-    y: Iterable[Any],
-    axes: tuple[str, str],
-    what: str,
-    label: str,
-    fold: float = FOLD,
-) -> Trace:
-    """Ratios on a diverging log2 scale from 1/fold to fold, white at 1; zeros take the low end's colour."""
-    end = int(np.log2(fold))
-    names = {-3: "⅛", -2: "¼", -1: "½", -0.5: "0.7", 0: "1", 0.5: "1.4", 1: "2", 2: "4", 3: "8"}
-    ticks = [-1, -0.5, 0, 0.5, 1] if end == 1 else list(range(-end, end + 1))
-    exact = times.size <= EXACT_CELLS
-    with np.errstate(divide="ignore", invalid="ignore"):
-        doublings = np.clip(np.log2(times), -end, end)
-    trace = heatmap(doublings, list(x), list(y), diverging=True, bound=end, label=label)
-    trace["meta"] = {"doublings": True}
-    trace["colorbar"] |= {
-        "tickvals": ticks,
-        "ticktext": [("≤ " if tick == -end else "≥ " if tick == end else "") + names[tick] for tick in ticks],
-    }
-    value = "%{customdata}" if exact else "2 to the power of %{z:.2f}"
-    trace["hovertemplate"] = f"{axes[0]} %{{x}}<br>{axes[1]} %{{y}}<br>{value} {what}<extra></extra>"
-    return {**trace, "customdata": np.round(times, 4)} if exact else trace
 
 
 def named_layers(layers: Iterable[int]) -> str:
@@ -417,9 +258,3 @@ def byte_size(count: float) -> str:
         if count >= unit:
             return f"{number(count / unit)} {name}"
     return counted(int(count), "byte")
-
-
-def reference_k(ks: Iterable[int]) -> int:
-    """The k at which experts are compared: 128 where the k grid has it, else the grid's median."""
-    grid = sorted(set(ks))
-    return 128 if 128 in grid else grid[len(grid) // 2]

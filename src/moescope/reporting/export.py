@@ -5,13 +5,11 @@ from __future__ import annotations
 import re
 import sys
 import textwrap
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from html import escape
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
-
-import numpy as np
 
 from moescope.errors import BadInput
 from moescope.reporting.joint import joint_sections
@@ -79,13 +77,14 @@ def export_figures(
     width: int = 175,
     title: bool = True,
     quiet: bool = False,
+    more: Sequence[Section] = (),
 ) -> list[Path]:
     """Write every figure of the report as a file of that width in millimetres, sliders at their start."""
     check_export(folder, width)
     import kaleido
 
     jobs = {}
-    for name, figure in report_figures(runs):
+    for name, figure in report_figures(runs, more):
         path = folder / f"{name}.{format}"
         drawn = paper_figure(figure, width, title)
         size = {side: drawn["layout"][side] for side in ("width", "height")}
@@ -102,14 +101,14 @@ def export_figures(
     return list(jobs)
 
 
-def report_figures(runs: list[Run]) -> Iterator[tuple[str, Figure]]:
+def report_figures(runs: list[Run], more: Sequence[Section] = ()) -> Iterator[tuple[str, Figure]]:
     """Yield every figure of the report with a name for its file, `<run>-<section>-<view>-<figure>`.
 
     In place of the run stands the verb where a figure shows all of its runs, "joint" where it shows several
     verbs. No name occurs twice, not even where files are told apart without case.
     """
     used: set[str] = set()
-    for place, section in report_sections(runs):
+    for place, section in report_sections(runs, more):
         for name, figure in section_figures(section, place):
             copies = (f"{name}-{count}" if count > 1 else name for count in range(1, 1000))
             unique = next(copy for copy in copies if copy.lower() not in used)
@@ -117,7 +116,7 @@ def report_figures(runs: list[Run]) -> Iterator[tuple[str, Figure]]:
             yield unique, figure
 
 
-def report_sections(runs: list[Run]) -> Iterator[tuple[str, Section]]:
+def report_sections(runs: list[Run], more: Sequence[Section] = ()) -> Iterator[tuple[str, Section]]:
     """Yield every section of the page, with the run or the verb that it is of."""
     shown = with_parts(runs)
     names = run_names(shown)
@@ -129,6 +128,8 @@ def report_sections(runs: list[Run]) -> Iterator[tuple[str, Section]]:
             yield f"all_{name}", section
     for section in joint_sections(shown):
         yield "joint", section
+    for section in more:
+        yield "results", section
 
 
 def section_figures(section: Section, prefix: str) -> Iterator[tuple[str, Figure]]:
@@ -177,35 +178,5 @@ def paper_figure(figure: Figure, width: int = 175, title: bool = True) -> dict[s
         "width": wide,
         "height": height,
     }
-    drawn = figure.to_plotly(**layout)
-    shown: dict[str, Any] = drawn.to_plotly_json()  # holds arrays in base64
-    pairs = zip(shown["data"], drawn.data, strict=True)
-    if notes := [note for trace, arrays in pairs for note in digits(trace, arrays)]:
-        shown["layout"]["annotations"] = [*shown["layout"].get("annotations", ()), *notes]
+    shown: dict[str, Any] = figure.to_plotly(**layout).to_plotly_json()
     return shown
-
-
-def digits(trace: dict[str, Any], arrays: Any) -> list[dict[str, Any]]:
-    """Take a heatmap's digits and return them as notes, black or white, whichever contrasts more there."""
-    if trace["type"] != "heatmap" or "texttemplate" not in trace:
-        return []
-    del trace["texttemplate"]
-    z = np.asarray(arrays.z, float)
-    low, high = trace.get("zmin", np.nanmin(z)), trace.get("zmax", np.nanmax(z))
-    places, colors = zip(*trace["colorscale"], strict=True)
-    channels = np.array([[int(color[at : at + 2], 16) for at in (1, 3, 5)] for color in colors]) / 255
-    at = np.clip((z - low) / ((high - low) or 1), 0, 1)
-    rgb = np.stack([np.interp(at, places, channel) for channel in channels.T], axis=-1)
-    linear = np.where(rgb <= 0.03928, rgb / 12.92, ((rgb + 0.055) / 1.055) ** 2.4)
-    bright = linear @ [0.2126, 0.7152, 0.0722] > 0.179  # WCAG 2: contrast of at least 4.58
-    size = trace.get("textfont", {}).get("size", FONT_SIZE)
-    return [
-        {
-            "x": arrays.x[j],
-            "y": arrays.y[i],
-            "text": f"{z[i, j]:.2f}",
-            "showarrow": False,
-            "font": {"size": size, "color": "#000" if bright[i, j] else "#fff"},
-        }
-        for i, j in np.argwhere(np.isfinite(z))
-    ]

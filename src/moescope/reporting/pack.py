@@ -83,6 +83,7 @@ def figure_payload(figure: Figure, wide: bool = False) -> dict[str, Any]:
             "start": slider.start,
             "per": slider.per_value,
             "orders": slider.orders,
+            "layouts": plain(slider.layouts),
             "captions": slider.captions,
             "domain_captions": slider.domain_captions,
         },

@@ -3,21 +3,25 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
+from functools import cache
+from importlib.resources import files
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import jinja2
 import numpy as np
 import pandas as pd
 
 from moescope.errors import BadInput
 from moescope.plotting.style import listed
 from moescope.reporting.joint import joint_sections
-from moescope.reporting.pack import figure_payload, plain, script_json
+from moescope.reporting.pack import figure_payload, pack_text, packed, plain, script_json
 from moescope.reporting.untrusted import visible
 from moescope.run import Run
 from moescope.tables import Column
-from moescope.verb import FigureSpec, Finding, KeyNumber, Measure, Section, Selection, Strip, Summary, Tables
+from moescope.verb import Drawable, Finding, KeyNumber, Measure, Section, Selection, Strip, Summary, Tables
 
 DIGITS = 4  # of numbers in the map
 
@@ -45,9 +49,9 @@ TABS = (
 )
 
 
-def page_content(runs: list[Run]) -> dict[str, Any]:
+def page_content(runs: list[Run], more: Sequence[Section] = ()) -> dict[str, Any]:
     """Return what the template needs: the page's data, and payloads that are unpacked when needed."""
-    page = Page(runs)
+    page = Page(runs, more)
     overview = page.map_data()
     layers = {layer for measure in overview["measures"] for layer in measure["layers"]}
     data = {
@@ -85,7 +89,8 @@ class HeldRun(Run):
 class Page:
     """One page: its runs with their parts, its payloads, and the numbers of views."""
 
-    def __init__(self, runs: list[Run]) -> None:
+    def __init__(self, runs: list[Run], more: Sequence[Section] = ()) -> None:
+        self.more = more  # sections that no single run has
         runs = [HeldRun(run.path, run.info) for run in runs]
         self.runs: list[Run] = with_parts(runs)
         self.names = run_names(self.runs)
@@ -159,7 +164,7 @@ class Page:
 
     def tabs(self) -> list[dict[str, Any]]:
         """Return every tab with its sections, in the order of the runs; what compares runs comes first."""
-        found: dict[str, list[dict[str, Any]]] = {tab.name: [] for tab in TABS}
+        sections: dict[str, list[dict[str, Any]]] = {tab.name: [] for tab in TABS}
         groups: dict[str, list[Run]] = {}
         for run in self.runs:
             groups.setdefault(run.verb.name, []).append(run)
@@ -176,21 +181,23 @@ class Page:
                     section = replace(section, findings=[])
                 overlays.append((tab, self.entry(section, f"{verb.name}-overlay")))
             for tab, entry in overlays if len(group) > 1 else ():
-                found[tab].append(entry)
+                sections[tab].append(entry)
             compared = any(tab == "overview" for tab, _ in overlays)
             for run in group:
                 for section in [*self.summaries[run.path].sections, *verb.sections(run, Selection())]:
                     tab = section.tab or verb.tab or "overview"
                     if tab != "overview" or not compared:
-                        found[tab].append(self.entry(section, f"{verb.name}{self.number(run)}", run))
+                        sections[tab].append(self.entry(section, f"{verb.name}{self.number(run)}", run))
             for tab, entry in overlays if len(group) == 1 else ():
-                found[tab].append(entry)
+                sections[tab].append(entry)
         for section in joint_sections(self.runs):
-            found[section.tab or "overview"].append(self.entry(section, "joint"))
+            sections[section.tab or "overview"].append(self.entry(section, "joint"))
+        for section in self.more:
+            sections[section.tab or "results"].append(self.entry(section, "results"))
         return [
-            {"name": tab.name, "title": tab.title, "command": tab.command, "sections": found[tab.name]}
+            {"name": tab.name, "title": tab.title, "command": tab.command, "sections": sections[tab.name]}
             for tab in TABS
-            if found[tab.name] or tab.name != "results"  # of studies alone
+            if sections[tab.name] or tab.name != "results"  # of studies alone
         ]
 
     def entry(self, section: Section, prefix: str, run: Run | None = None, view: str = "") -> dict[str, Any]:
@@ -238,13 +245,13 @@ class Page:
 
     def selectors(self) -> list[dict[str, Any]]:
         """Return one selector per verb that has several views on this page."""
-        found = []
+        selectors = []
         for name, labels in self.views.items():
             if len(labels) > 1:
                 verb = next(run.verb for run in self.runs if run.verb.name == name)
                 first = len(labels) - 1 if verb.opens_last else 0
-                found.append({"verb": name, "label": verb.view_label, "views": labels, "first": first})
-        return found
+                selectors.append({"verb": name, "label": verb.view_label, "views": labels, "first": first})
+        return selectors
 
     # --- map and experts
 
@@ -260,12 +267,12 @@ class Page:
 
     def expert_data(self) -> list[dict[str, Any]]:
         """Return where the expert pages of every run, view and layer are."""
-        found = []
+        entries = []
         for index, run in enumerate(self.runs):
             for cards in run.verb.experts(run):
                 name = f"cards{index}-{slug(cards.view)}-{cards.layer}"
                 self.keep(name, {str(expert): plain(blocks) for expert, blocks in cards.cards.items()})
-                found.append(
+                entries.append(
                     {
                         "run": index,
                         "verb": run.verb.name,
@@ -274,7 +281,7 @@ class Page:
                         "payload": name,
                     }
                 )
-        return found
+        return entries
 
 
 def model_of(run: Run) -> list[str]:
@@ -296,9 +303,9 @@ def sides_of(runs: list[Run]) -> list[list[Run]]:
         return [[run] for run in runs]
     for group in others:
         for key in (folder_of, model_of):
-            wanted, found = [key(run) for run in first], [key(run) for run in group]
-            if sorted(found) == sorted(wanted) and all(wanted.count(item) == 1 for item in wanted):
-                group[:] = [group[found.index(item)] for item in wanted]
+            wanted, keys = [key(run) for run in first], [key(run) for run in group]
+            if sorted(keys) == sorted(wanted) and all(wanted.count(item) == 1 for item in wanted):
+                group[:] = [group[keys.index(item)] for item in wanted]
                 break
     return [list(side) for side in zip(first, *others, strict=True)]
 
@@ -389,7 +396,7 @@ def figure_index(content: dict[str, Any]) -> list[dict[str, Any]]:
     return own + [entry for inner in content["sections"] for entry in figure_index(inner)]
 
 
-def drawn(spec: FigureSpec, tables: Tables, where: str) -> dict[str, Any]:
+def drawn(spec: Drawable, tables: Tables, where: str) -> dict[str, Any]:
     """Return the figure as data; one that cannot be drawn fails the report, with its name and place."""
     try:
         return figure_payload(spec.draw(tables), spec.wide)
@@ -472,7 +479,7 @@ def glossary_sections(runs: list[Run]) -> list[dict[str, Any]]:
     def entries(columns: dict[str, Column]) -> list[dict[str, Any]]:
         new = {key: column for key, column in columns.items() if key not in seen}
         seen.update(new)
-        return [{"key": key, "name": key.rpartition(".")[2], **asdict(column)} for key, column in new.items()]
+        return [{"key": key, "name": key.rpartition(".")[2], **column.words} for key, column in new.items()]
 
     for name, table in tables.items():
         columns = {table.key(column): table.column(column) for column in table.columns}
@@ -486,3 +493,51 @@ def glossary_sections(runs: list[Run]) -> list[dict[str, Any]]:
                 }
             )
     return sections
+
+
+# --- the page's content through the template into one file that opens offline
+
+
+SCRIPTS = (
+    "core",
+    "state",
+    "versus",
+    "figures",
+    "sections",
+    "strips",
+    "map",
+    "experts",
+    "text",
+    "continuations",
+    "methods",
+    "overview",
+    "search",
+    "frame",
+)
+
+
+def render(content: dict[str, Any]) -> str:
+    """Return the whole HTML document: style, scripts and plotly.js inside it, each once."""
+    here = files("moescope.reporting") / "assets"
+    environment = jinja2.Environment(
+        loader=jinja2.FunctionLoader(lambda name: (here / name).read_text(encoding="utf-8")),
+        autoescape=True,
+        undefined=jinja2.StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    return environment.get_template("page.html.j2").render(
+        title=visible(content["title"]),
+        data=content["data"],
+        payloads={name: packed(value) for name, value in content["payloads"].items()},
+        style=(here / "style.css").read_text(encoding="utf-8"),
+        scripts=[(here / f"{name}.js").read_text(encoding="utf-8") for name in SCRIPTS],
+        plotly=packed_plotly(),
+    )
+
+
+@cache
+def packed_plotly() -> str:
+    from plotly.offline import get_plotlyjs
+
+    return pack_text(get_plotlyjs())

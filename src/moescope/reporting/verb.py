@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import webbrowser
+from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Literal, get_args
+from typing import Any, Literal
 
-from moescope.errors import BadInput, unknown_name
+from moescope.errors import BadInput
 from moescope.run import Run
 from moescope.storage import REPORT, atomic_file, remove_leftovers
-from moescope.verb import Verb
+from moescope.verb import Section, Verb
 
 OWN_MARK = b'<meta name="generator" content="moescope">'
 Format = Literal["svg", "png", "pdf"]
@@ -24,6 +25,7 @@ def report(
     width: int = 175,
     title: bool = True,
     open: bool = False,
+    results: Sequence[str | Path] = (),
     quiet: bool = False,
 ) -> Path:
     """Build one interactive, self-contained HTML report from one run or several.
@@ -47,21 +49,17 @@ def report(
         Write the figures without title and caption.
     open : bool
         Open the report in the browser.
-
-    Other Parameters
-    ----------------
-    quiet : bool
-        Print nothing but errors.
+    results : FILE, repeatable
+        results.toml of claims that the given studies decide; --json prints them.
 
     Examples
     --------
     >>> moescope.report("runs/scan-mixtral-1", "runs/trace-mixtral-1", out="mixtral.html")  # doctest: +SKIP
     """
-    from moescope.reporting.html import render
-    from moescope.reporting.page import page_content
+    VERB.settle(locals())
+    from moescope.reporting.page import page_content, render
 
-    if format not in get_args(Format):
-        raise unknown_name("format", format, list(get_args(Format)))
+    results = (results,) if isinstance(results, str | Path) else results
     if find_spec("plotly") is None:
         raise BadInput("the report needs plotly; install it with: python -m pip install plotly")
     loaded = [run if isinstance(run, Run) else Run.load(run) for run in runs]
@@ -78,7 +76,8 @@ def report(
 
         check_export(Path(figures), width)
     try:
-        text = render(page_content(loaded))
+        more = judged_claims(results, loaded)[1]
+        text = render(page_content(loaded, more))
     except (LookupError, ValueError, TypeError, AttributeError, RuntimeError) as error:
         places = ", ".join(str(run.path) for run in loaded)
         raise BadInput(
@@ -93,10 +92,31 @@ def report(
     if figures is not None:
         from moescope.reporting.export import export_figures
 
-        export_figures(loaded, Path(figures), format, width, title, quiet)
+        export_figures(loaded, Path(figures), format, width, title, quiet, more)
     if open and not webbrowser.open(target.resolve().as_uri()):
         raise BadInput(f"{target}: written, but no browser could be started; open the file yourself")
     return target
+
+
+def judged_claims(
+    results: Sequence[str | Path], runs: list[Run]
+) -> tuple[list[dict[str, Any]], list[Section]]:
+    """Return the claims of these files, judged by the runs that can, and their sections of the page."""
+    if not results:
+        return [], []
+    judges = {run.verb.name: run.verb.claims for run in runs if run.verb.claims}
+    if not judges:
+        raise BadInput("--results: no study among these runs; give a folder that moescope study has written")
+    name, claims = next(iter(judges.items()))
+    return claims(results, [run for run in runs if run.verb.name == name])
+
+
+def json_facts(path: Path, given: dict[str, Any]) -> Any:
+    """Return what --json prints: the path, and with --results each claim with table, column and seeds."""
+    if not given.get("results"):
+        return path
+    runs = [Run.load(run) for run in given["runs"]]
+    return {"report": path, "claims": judged_claims(given["results"], runs)[0]}
 
 
 def is_outdated(folder: Path) -> bool:
@@ -119,4 +139,4 @@ def check_target(target: Path) -> None:
             raise BadInput(f"{target}: exists and is not a report of moescope's; give another --out")
 
 
-VERB = Verb("report", report, lines=lambda path: [f"report: {path}"])
+VERB = Verb("report", report, lines=lambda path: [f"report: {path}"], json_facts=json_facts)

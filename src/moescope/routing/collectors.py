@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any, NamedTuple
@@ -13,18 +14,19 @@ from torch import Tensor
 
 from moescope.errors import BadInput
 from moescope.execution.adapters import Block, adapter_of, find_blocks, selection_alone
-from moescope.execution.collect import Pass, PassCollector, collect
-from moescope.execution.documents import Batch, Document, Window
-from moescope.execution.hidden_states import place
+from moescope.execution.collect import Pass, PassCollector, collect_batches
+from moescope.execution.documents import Batch, Document, Window, batches, windows
 from moescope.execution.models import TracedModel, predicted_tokens
-from moescope.execution.streamed import StreamedModel
-from moescope.routing.contexts import Contexts, TokenText
+from moescope.execution.streamed import StreamedModel, place
+from moescope.execution.workers import Part, PartWork, in_order
+from moescope.routing.counts import Counts
 from moescope.routing.counts_to_tables import Corpus, Traced
 from moescope.routing.decision import routing_entropy, selection_margin
-from moescope.routing.share_counts import CountsByShare
+from moescope.routing.load_balance import divide
 from moescope.routing.tables import TABLES
-from moescope.routing.token_sample import Sample
-from moescope.storage import check_disk
+from moescope.routing.token_sample import Contexts, Sample, TokenText
+from moescope.statistics import BUCKETS
+from moescope.storage import check_disk, leftover_name, remove
 from moescope.tables import arrow_schema
 from moescope.types import Array, Integers, Routing
 
@@ -33,6 +35,47 @@ OUTPUT_TOKENS = 64  # per document, from its beginning: a text of 20,000 tokens 
 ROWS_AT_ONCE = 200_000  # rows per row group of the tokens table, about
 PROBED = 4  # times k experts that a router names about the state of the layer before
 SAME_CHOICE = 0.98  # least share of tokens whose experts are those with the highest scores
+
+
+RunParts = Callable[[PartWork, list[list[Window]]], Iterator[tuple[Part, Any]]]
+
+
+class Found:
+    """What was found in a text, or in a part of it."""
+
+    def __init__(self, blocks: list[Block], domains: int, phase: str):
+        layers, n_experts = [block.layer for block in blocks], [block.n_experts for block in blocks]
+        self.counts, self.sample = Counts((domains, BUCKETS)), Sample(layers)
+        self.contexts, self.outputs = Contexts(layers, n_experts), OutputMeans(domains, phase)
+        self.routers: dict[int, Array] = {}  # router rows by layer, where they are known
+        self.scoring: dict[int, str] = {}
+
+    def run(
+        self,
+        traced: TracedModel,
+        batches: Iterable[list[Window]],
+        phases: tuple[str, ...],
+        advance: Callable[[int], None],
+        write: Callable[[TokenRows], None] | None,
+        probe_next: bool,
+    ) -> None:
+        """Run the model over batches; rows of single tokens go to `write`."""
+        tokens = TokenCollector(traced, self.sample, self.contexts, phases[0], write, probe_next)
+        _, blocks = collect_batches(traced, batches, [self.counts, tokens, self.outputs], phases, advance)
+        for layer, block in blocks.items():
+            if block.rows_ED is not None:
+                self.routers[layer] = block.rows_ED.detach().double().cpu().numpy()
+            if block.scoring is not None:
+                self.scoring[layer] = block.scoring.words()
+
+    def join(self, other: Found) -> None:
+        """Add what was found in another part of the text."""
+        self.counts.merge(other.counts.layers())
+        self.sample.join(other.sample)
+        self.contexts.join(other.contexts)
+        self.contexts.keep_below(self.sample.threshold)
+        self.outputs.add(other.outputs.sums, other.outputs.tokens)
+        self.routers, self.scoring = other.routers | self.routers, other.scoring | self.scoring
 
 
 def trace_model(
@@ -46,44 +89,82 @@ def trace_model(
     token_file: Path | None = None,
     advance: Callable[[int], None] = lambda tokens: None,
     probe_next: bool = False,
+    run_parts: RunParts | None = None,
 ) -> Traced:
     """Run the model over the documents in each phase; every token also goes to `token_file` where given.
 
     With `probe_next` every MoE layer's router is also asked about the state that the MoE layer before it got.
+    On workers `run_parts(work, batches)` yields every part of the batches with what `work` found in it, in
+    any order; the model then only says what there is to run.
     """
     blocks = find_blocks(traced.model)
     names = layer_names or {block.layer: block.name for block in blocks}
-    counts, outputs = CountsByShare(len(domains)), OutputMeans(len(domains), phases[0])
+    found = Found(blocks, len(domains), phases[0])
+
+    def seen() -> Iterator[Document]:
+        for document in documents:
+            found.outputs.see_document(document)
+            yield document
+
+    in_batches = batches(windows(seen(), traced.window), batch_size)
     with TokenTable(token_file, step, names, domains) as table:
-        tokens = TokenCollector(traced, blocks, phases[0], table, probe_next)
-        ran = collect(traced, documents, [counts, tokens, outputs], batch_size, phases, advance)
-    routers, scoring = router_facts(ran.blocks)
+        if run_parts is None:
+            found.run(traced, in_batches, phases, advance, table.add if token_file else None, probe_next)
+        elif in_lists := list(in_batches):
+            save, wanted = token_file is not None, found.outputs.wanted
+            parts = run_parts(partial(trace_part, len(domains), phases, wanted, save, probe_next), in_lists)
+            for part, file in in_order(store_rows(parts, table)):
+                found.join(part)
+                if file is not None:
+                    table.copy(file)
+                    remove(file, file.parent)
     return Traced(
-        Corpus(domains, outputs.documents),
-        counts.to_cpu(),
+        Corpus(domains, found.outputs.documents),
+        found.counts.layers(),
         phases[0],
         names,
-        tokens.sample.probe(),
-        routers,
-        scoring,
+        found.sample.probe(),
+        dict(sorted(found.routers.items())),
+        dict(sorted(found.scoring.items())),
         TokenText(traced.tokenizer),
-        tokens.contexts,
-        outputs.all_means(),
-        table.seen() if table.wanted else None,
+        found.contexts,
+        found.outputs.all_means(),
+        None if token_file is None else np.array(sorted(table.ids), dtype=np.int64),
         str(traced.config.model_type),
         traced.window,
     )
 
 
-def router_facts(blocks: dict[int, Block]) -> tuple[dict[int, Array], dict[int, str]]:
-    """Return the router's rows by layer, and how it scores, of the layers where they are known."""
-    routers, scoring = {}, {}
-    for layer, block in blocks.items():
-        if block.rows_ED is not None:
-            routers[layer] = block.rows_ED.detach().double().cpu().numpy()
-        if block.scoring is not None:
-            scoring[layer] = block.scoring.words()
-    return routers, scoring
+def trace_part(
+    domains: int,
+    phases: tuple[str, ...],
+    wanted: set[int],
+    save: bool,
+    probe_next: bool,
+    traced: TracedModel,
+    part: Part,
+    advance: Callable[[int], None],
+) -> tuple[Found, list[TokenRows]]:
+    """Run the model over one part of the batches; expert outputs are averaged over the `wanted` documents."""
+    found, rows = Found(find_blocks(traced.model), domains, phases[0]), list[TokenRows]()
+    found.outputs.wanted = wanted
+    found.run(traced, part.batches, phases, advance, rows.append if save else None, probe_next)
+    held, found.counts, found.outputs.at = found.counts, Counts(), None  # nothing sent stays on the device
+    found.counts.merge(held.layers())
+    return found, rows
+
+
+def store_rows(
+    parts: Iterable[tuple[Part, tuple[Found, list[TokenRows]]]], table: TokenTable
+) -> Iterator[tuple[Part, tuple[Found, Path | None]]]:
+    """Write the token rows of each part to a file: those before their turn would take much memory."""
+    for part, (found, rows) in parts:
+        file = None if table.path is None else leftover_name(table.path.parent)
+        with TokenTable(file, table.step, table.layer_names, table.domains) as own:
+            while rows:
+                own.add(rows.pop(0))
+        table.ids |= own.ids
+        yield part, (found, file)
 
 
 # --- mean outputs
@@ -110,12 +191,9 @@ class OutputMeans(PassCollector):
         self.documents[document.domain] += 1
 
     def begin_pass(self, current: Pass) -> None:
-        batch, columns = current.batch, slice(current.start, current.stop)
-        wanted = np.array([row.number in self.wanted for row in batch.rows])
-        first = np.array([row.start for row in batch.rows])
-        positions_BL = first[:, None] + np.arange(current.start, current.stop)
-        real_BL = batch.real_BL[:, columns]
-        at = np.flatnonzero(real_BL & wanted[:, None] & (positions_BL < OUTPUT_TOKENS))
+        rows, columns = current.batch.rows, np.arange(current.start, current.stop)
+        ends = [OUTPUT_TOKENS - row.start if row.number in self.wanted else 0 for row in rows]
+        at = np.flatnonzero(current.batch.real_BL[:, columns] & (columns < np.array(ends)[:, None]))
         self.at = torch.from_numpy(at) if len(at) and current.phase == self.phase else None
 
     def consume(self, routing: Routing, block: Block) -> None:
@@ -123,25 +201,21 @@ class OutputMeans(PassCollector):
             return  # the experts of a model that hands out its routing need not be callable alone
         self.at = at = self.at.to(routing.x_TD.device)
         sums_ED, tokens_E = summed_outputs(block, routing.x_TD[at], routing.chosen_TK[at])
-        layer = routing.layer
         # in float64, so that the order of batches and workers does not matter
-        self.sums[layer] = self.sums.get(layer, 0) + sums_ED.cpu().double()
-        self.tokens[layer] = self.tokens.get(layer, 0) + tokens_E.cpu()
+        self.add({routing.layer: sums_ED.cpu().double()}, {routing.layer: tokens_E.cpu()})
 
-    def add(self, other: OutputMeans) -> None:
+    def add(self, sums: dict[int, Tensor], tokens: dict[int, Tensor]) -> None:
         """Add the sums over other batches of the same documents."""
-        for layer, sums_ED in other.sums.items():
+        for layer, sums_ED in sums.items():
             self.sums[layer] = self.sums.get(layer, 0) + sums_ED
-            self.tokens[layer] = self.tokens.get(layer, 0) + other.tokens[layer]
+            self.tokens[layer] = self.tokens.get(layer, 0) + tokens[layer]
 
     def all_means(self) -> dict[int, Array]:
         """Return layer -> E x D, NaN for an expert that none of these tokens chose."""
-        means = {}
-        for layer in sorted(self.sums):
-            tokens_E = self.tokens[layer].double()
-            means_ED = self.sums[layer] / torch.where(tokens_E > 0, tokens_E, torch.nan)[:, None]
-            means[layer] = np.asarray(means_ED.numpy())
-        return means
+        return {
+            layer: divide(sums_ED.numpy(), self.tokens[layer].numpy()[:, None])
+            for layer, sums_ED in sorted(self.sums.items())
+        }
 
 
 def summed_outputs(block: Block, x_TD: Tensor, chosen_TK: Tensor) -> tuple[Tensor, Tensor]:
@@ -169,12 +243,14 @@ class TokenCollector(PassCollector):
     def __init__(
         self,
         traced: TracedModel,
-        blocks: list[Block],
+        sample: Sample,
+        contexts: Contexts,
         phase: str,
-        table: TokenTable | HeldRows,
+        write: Callable[[TokenRows], None] | None,
         probe: bool = False,
     ):
-        self.traced, self.phase, self.table, self.probe = traced, phase, table, probe
+        self.traced, self.phase, self.write, self.probe = traced, phase, write, probe
+        self.sample, self.contexts = sample, contexts
         if probe and (traced.two_stacks or isinstance(traced, StreamedModel)):
             what = "reads two stacks" if traced.two_stacks else "is run layer by layer"
             raise BadInput(
@@ -182,8 +258,6 @@ class TokenCollector(PassCollector):
                 "leave it out, or use --execution resident"
             )
         self.before_TD: Tensor | None = None  # router input of the MoE layer before
-        layers, n_experts = [block.layer for block in blocks], [block.n_experts for block in blocks]
-        self.sample, self.contexts = Sample(layers), Contexts(layers, n_experts)
         self.positions: Integers = np.zeros(0, dtype=np.int64)  # recorded tokens of the current pass
         self.at: Tensor | None = None  # the same on the device; None: none
         self.shape = (0, 0)  # rows and columns of the current pass
@@ -197,34 +271,28 @@ class TokenCollector(PassCollector):
     def see_batches(self, batches: Sequence[Batch]) -> None:
         sample = Sample(self.sample.layers)
         none = np.zeros(0, dtype=np.int64)
-        for batch in batches:
-            for window in batch.rows:
-                sample.add(window, none.reshape(0, 0, 1), none, none)
+        for window in (row for batch in batches for row in batch.rows):
+            sample.add(window, none.reshape(0, 0, 1), none, none)
         self.below = sample.threshold
 
-    def records(self, window: Window) -> bool:
-        """Whether the window's tokens are recorded; the same in all passes of a streamed run."""
-        return self.table.wanted or window.draw < min(self.below, self.sample.threshold)
-
     def begin_pass(self, current: Pass) -> None:
-        self.before_TD = None
+        self.before_TD = self.at = None
         if current.phase != self.phase:
-            self.at = None
             return
-        batch = current.batch
-        wanted = np.array([self.records(row) for row in batch.rows])
-        real_BL = batch.real_BL[:, current.start : current.stop]
+        limit = min(self.below, self.sample.threshold)  # the same windows in all passes of a streamed run
+        wanted = np.array([self.write is not None or row.draw < limit for row in current.batch.rows])
+        real_BL = current.batch.real_BL[:, current.start : current.stop]
         self.positions, self.shape = np.flatnonzero(real_BL & wanted[:, None]), real_BL.shape
-        self.at = torch.from_numpy(self.positions).to(self.traced.device) if len(self.positions) else None
+        if len(self.positions):
+            self.at = torch.from_numpy(self.positions).to(self.traced.device)
 
     def consume(self, routing: Routing, block: Block) -> None:
         if self.at is None:
             return
         chosen_TK, gates_TK = routing.chosen_TK[self.at], routing.gates_TK[self.at].float()
-        falling = gates_TK.masked_fill(chosen_TK < 0, float("-inf"))
-        order = falling.argsort(dim=-1, descending=True, stable=True)
+        order = gates_TK.masked_fill(chosen_TK < 0, -torch.inf).argsort(dim=-1, descending=True, stable=True)
         record: tuple[Tensor, ...] = (chosen_TK.gather(1, order).to(torch.int16),)
-        if self.table.wanted:
+        if self.write is not None:
             entropy = torch.full_like(gates_TK[:, 0], torch.nan)
             if routing.scores_TE is not None:
                 entropy = routing_entropy(routing)[self.at].float()
@@ -260,16 +328,13 @@ class TokenCollector(PassCollector):
         self.layers = {}
 
     def end_pass(self, current: Pass, output: Any) -> None:
-        if self.paused:
-            self.layers = {
-                layer: held.pop(current.number)
-                for layer, held in self.paused.items()
-                if current.number in held
-            }
+        for layer, held in self.paused.items():
+            if current.number in held:
+                self.layers[layer] = held.pop(current.number)
         if self.at is not None:
-            parts = [self.layers[layer] for layer in sorted(self.layers)]
-            stacked = (torch.stack(part).cpu().numpy() for part in zip(*parts, strict=True))
-            *record, gate_LBE, column_LBE = stacked
+            by_layer = [self.layers[layer] for layer in sorted(self.layers)]
+            parts = (torch.stack(part).cpu().numpy() for part in zip(*by_layer, strict=True))
+            *record, gate_LBE, column_LBE = parts
             self.layers = {}
             self.store(current, record, output)
             self.largest = keep_larger(self.largest, gate_LBE, column_LBE + current.start)
@@ -277,23 +342,18 @@ class TokenCollector(PassCollector):
             self.finish_batch(current)
 
     def store(self, current: Pass, record: list[np.ndarray], output: Any) -> None:
-        shape = current.batch.ids_BL.shape
         if not self.recorded:
+            shape = current.batch.ids_BL.shape
             self.predicted_BL = np.full(shape, -1, dtype=np.int64)
-            self.recorded = [
-                np.full(
-                    (len(part), *shape, *part.shape[2:]),
-                    np.nan if part.dtype.kind == "f" else -1,
-                    dtype=part.dtype,
-                )
-                for part in record
-            ]
+            for part in record:
+                unknown = np.nan if part.dtype.kind == "f" else -1
+                self.recorded.append(np.full((len(part), *shape, *part.shape[2:]), unknown, part.dtype))
         row, column = self.positions // self.shape[1], self.positions % self.shape[1] + current.start
         for batch_part, part in zip(self.recorded, record, strict=True):
             batch_part[:, row, column] = part
         sampled = np.array([self.sample.wants(window) for window in current.batch.rows])[row]
-        predicted = predicted_tokens(self.traced, output, self.positions[sampled])
-        self.predicted_BL[row[sampled], column[sampled]] = predicted
+        tokens = predicted_tokens(self.traced, output, self.positions[sampled])
+        self.predicted_BL[row[sampled], column[sampled]] = tokens
 
     def finish_batch(self, current: Pass) -> None:
         assert self.largest is not None
@@ -307,8 +367,8 @@ class TokenCollector(PassCollector):
                 window, chosen_LTK, current.batch.next_BL[index, :n], self.predicted_BL[index, :n]
             )
             self.contexts.keep_below(self.sample.threshold)
-            if self.table.wanted:
-                self.table.add(TokenRows(window, current.phase, chosen_LTK, *more))
+            if self.write is not None:
+                self.write(TokenRows(window, current.phase, chosen_LTK, *more))
         self.recorded, self.largest = [], None
 
 
@@ -331,8 +391,7 @@ def largest_gates(
     """
     rows, width = shape
     discarded = rows * n_experts  # the cell of empty slots
-    cell_TK = (at_T // width)[:, None] * n_experts + chosen_TK
-    cell = torch.where(chosen_TK >= 0, cell_TK, discarded).view(-1)
+    cell = torch.where(chosen_TK >= 0, (at_T // width)[:, None] * n_experts + chosen_TK, discarded).view(-1)
     column = (at_T % width)[:, None].expand_as(chosen_TK).reshape(-1)
     gates = gates_TK.reshape(-1)
     gate_C = gates.new_full((discarded + 1,), -torch.inf).scatter_reduce_(0, cell, gates, "amax")
@@ -366,17 +425,6 @@ class TokenRows(NamedTuple):
     probed_LTX: Integers | None = None
 
 
-class HeldRows:
-    """Rows of single tokens in memory, for another process to write."""
-
-    def __init__(self, wanted: bool):
-        self.wanted = wanted
-        self.rows: list[TokenRows] = []
-
-    def add(self, rows: TokenRows) -> None:
-        self.rows.append(rows)
-
-
 class TokenTable:
     """Writes rows of single tokens to a parquet file as the text is read; nothing without a file."""
 
@@ -386,14 +434,6 @@ class TokenTable:
         self.waiting: list[TokenRows] = []
         self.n_rows = 0
         self.ids: set[int] = set()
-
-    def seen(self) -> Integers:
-        """Return every token id that was written."""
-        return np.array(sorted(self.ids), dtype=np.int64)
-
-    @property
-    def wanted(self) -> bool:
-        return self.path is not None
 
     def __enter__(self) -> TokenTable:
         if self.path is not None:
@@ -418,79 +458,82 @@ class TokenTable:
         if self.n_rows >= ROWS_AT_ONCE:
             self.flush()
 
+    def write(self, table: Any) -> None:
+        assert self.path is not None
+        check_disk(self.path.parent, table.nbytes)
+        self.writer.write_table(table)
+
     def flush(self) -> None:
-        if self.waiting and self.path is not None:
-            table = self.arrow_table()
-            check_disk(self.path.parent, table.nbytes)
-            self.writer.write_table(table)
+        if self.waiting:
+            self.write(self.arrow_table())
         self.waiting, self.n_rows = [], 0
 
     def copy(self, file: Path) -> None:
         """Append the rows of another such table."""
         import pyarrow.parquet as pq
 
-        assert self.path is not None
         part = pq.ParquetFile(file)
         for group in range(part.num_row_groups):
-            rows = part.read_row_group(group)
-            check_disk(self.path.parent, rows.nbytes)
-            self.writer.write_table(rows)
+            self.write(part.read_row_group(group))
 
     def arrow_table(self) -> Any:
         """Return what waits, built column by column, since there may be millions of rows."""
         import pyarrow as pa
 
-        waiting = self.waiting
-        layers = np.array(list(self.layer_names))
-        names = np.array(list(self.layer_names.values()), dtype=object)
+        layers, names = map(list, zip(*self.layer_names.items(), strict=True))
+        windows, phases, *parts = zip(*self.waiting, strict=True)
+        lengths = [len(window.ids) for window in windows]
 
         def per_window(values: list[Any]) -> Any:
-            return np.repeat(np.array(values, dtype=object), [part.entropy_LT.size for part in waiting])
+            return np.repeat(np.array(values, dtype=object), np.array(lengths) * len(layers))
 
         def per_token(values: list[Integers]) -> Integers:
             return np.concatenate([np.tile(part, len(layers)) for part in values])
 
-        def per_layer(values: Any) -> Any:
-            return np.concatenate([np.repeat(values, len(part.window.ids)) for part in waiting])
+        def per_layer(values: list[Any]) -> Any:
+            return np.concatenate([np.repeat(np.array(values), length) for length in lengths])
 
-        k = waiting[0].chosen_LTK.shape[-1]
-        chosen_RK = np.concatenate([part.chosen_LTK.reshape(-1, k) for part in waiting])
-        gates_RK = np.concatenate([part.gates_LTK.reshape(-1, k) for part in waiting])
-        entropy_R = np.concatenate([part.entropy_LT.reshape(-1) for part in waiting]).astype(float)
-        margin_R = np.concatenate([part.margin_LT.reshape(-1) for part in waiting]).astype(float)
-        probed = [part.probed_LTX for part in waiting if part.probed_LTX is not None]
-        there_RK = chosen_RK >= 0
-        offsets = np.concatenate([[0], np.cumsum(there_RK.sum(1))]).astype(np.int32)
+        def per_row(values: Sequence[Any], *width: int) -> Any:
+            return np.concatenate([part.reshape(-1, *width) for part in values])
+
+        chosen, gates, entropy, margin, probed = parts
+        k = chosen[0].shape[-1]
         columns = {
-            "step": np.full(len(chosen_RK), self.step),
-            "document": per_window([part.window.number for part in waiting]).astype(np.int64),
-            "position": per_token([part.window.start + np.arange(len(part.window.ids)) for part in waiting]),
+            "step": np.full(len(chosen_RK := per_row(chosen, k)), self.step),
+            "document": per_window([window.number for window in windows]).astype(np.int64),
+            "position": per_token([window.start + np.arange(len(window.ids)) for window in windows]),
             "layer": per_layer(layers),
             "layer_name": per_layer(names),
-            "token_id": per_token([part.window.ids for part in waiting]),
-            "domain": per_window([self.domains[part.window.domain] for part in waiting]),
-            "phase": per_window([part.phase for part in waiting]),
-            "experts": pa.ListArray.from_arrays(offsets, pa.array(chosen_RK[there_RK].astype(np.int32))),
-            "gates": pa.ListArray.from_arrays(offsets, pa.array(gates_RK[there_RK].astype(np.float32))),
-            "entropy": pa.array(entropy_R, from_pandas=True),  # NaN is null
-            "margin": pa.array(margin_R, from_pandas=True),
-            "probed": filled_lists(probed) if probed else pa.nulls(len(chosen_RK)),
+            "token_id": per_token([window.ids for window in windows]),
+            "domain": per_window([self.domains[window.domain] for window in windows]),
+            "phase": per_window(list(phases)),
+            "entropy": pa.array(per_row(entropy).astype(float), from_pandas=True),  # NaN is null
+            "margin": pa.array(per_row(margin).astype(float), from_pandas=True),
         }
-        schema = arrow_schema(TABLES["tokens"])
-        arrays = [
-            pa.array(columns[name]) if isinstance(columns[name], np.ndarray) else columns[name]
-            for name in schema.names
-        ]
-        return pa.table(arrays, names=schema.names).cast(schema)
+        if probed[0] is not None:
+            columns["probed"] = filled_lists(per_row(probed, probed[0].shape[-1]), null=True)
+        return token_rows(columns, chosen_RK, per_row(gates, k))
 
 
-def filled_lists(parts: list[Integers]) -> Any:
-    """Return a column of lists without their empty places (-1); null where all are empty."""
+def token_rows(columns: dict[str, Any], chosen_RK: Integers, gates_RK: Array | None) -> Any:
+    """Return rows of the tokens table in arrow's form; columns that are not given are null."""
     import pyarrow as pa
 
-    rows_RX = np.concatenate([part.reshape(-1, part.shape[-1]) for part in parts])
-    there_RX = rows_RX >= 0
-    counts_R = there_RX.sum(1)
+    schema = arrow_schema(TABLES["tokens"])
+    columns = dict.fromkeys(schema.names, pa.nulls(len(chosen_RK))) | columns
+    columns["experts"] = filled_lists(chosen_RK)
+    if gates_RK is not None:
+        columns["gates"] = filled_lists(chosen_RK, gates_RK)
+    return pa.table(columns, schema=schema)
+
+
+def filled_lists(chosen_RX: Integers, values_RX: Array | None = None, null: bool = False) -> Any:
+    """Return a column of lists of the places with an expert, or of their values; null: where none has one."""
+    import pyarrow as pa
+
+    counts_R = (there_RX := chosen_RX >= 0).sum(1)
     offsets = pa.array(np.concatenate([[0], np.cumsum(counts_R)]).astype(np.int32))
-    values = pa.array(rows_RX[there_RX].astype(np.int32))
-    return pa.ListArray.from_arrays(offsets, values, mask=pa.array(counts_R == 0))
+    values = (
+        chosen_RX[there_RX].astype(np.int32) if values_RX is None else values_RX[there_RX].astype(np.float32)
+    )
+    return pa.ListArray.from_arrays(offsets, pa.array(values), mask=pa.array(counts_R == 0) if null else None)

@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from moescope.routing.contexts import Contexts, TokenText
-from moescope.routing.expert_maps import expert_maps
+from moescope.routing.expert_maps import DRAWN_FROM, coactivation_order, expert_maps, map_facts
 from moescope.routing.load_balance import (
+    FEWEST_EXPECTED,
     Setting,
     balancing_loss,
     balancing_loss_interval,
     divide,
     gate_relative_std,
+    load_noise,
+    lorenz,
 )
 from moescope.routing.metrics import (
     BALANCING_LOSS,
@@ -28,8 +30,15 @@ from moescope.routing.metrics import (
     ROUTER,
     SEQUENCE,
     Metric,
+    row,
 )
-from moescope.routing.separation import chance_lift, coactivation, pair_cosines
+from moescope.routing.separation import (
+    chance_lift,
+    coactivation,
+    expected_pairs,
+    largest_normal,
+    pair_cosines,
+)
 from moescope.routing.specialisation import (
     affinity,
     affinity_interval,
@@ -41,21 +50,31 @@ from moescope.routing.specialisation import (
     purity,
 )
 from moescope.routing.tables import TABLES
-from moescope.routing.token_sample import Probe
+from moescope.routing.token_sample import Contexts, Probe, TokenText
 from moescope.routing.vocabulary import Vocabulary
 from moescope.spectral.lapack import one_blas_thread
-from moescope.statistics import FEWEST_DOCUMENTS, NOT_AVAILABLE, Interval, clip_share, jackknife_interval
+from moescope.statistics import (
+    FEWEST_DOCUMENTS,
+    LEVEL,
+    NOT_AVAILABLE,
+    Interval,
+    clip_share,
+    holm,
+    jackknife_interval,
+)
 from moescope.types import Array, Integers
 
 if TYPE_CHECKING:
     import pandas as pd
 
-    from moescope.routing.tally import LayerCounts
+    from moescope.routing.counts import LayerCounts
 
+FEW = 0.1  # of the median layer's tokens: a layer with fewer is not compared with the others
 THREADS = 4  # of the vocabulary; each holds a few arrays of the sample's choices
 Row = dict[str, Any]
 STEP_TABLES = (
     "load",
+    "load_totals",
     "routing_layers",
     "coactivation",
     "domains",
@@ -112,20 +131,16 @@ class Traced:
         """Return the tables of one step, with maps of experts by these methods."""
         import pandas as pd
 
-        rows: dict[str, list[Row]] = {name: [] for name in STEP_TABLES}
-        columns_of: dict[str, list[Row]] = {name: [] for name in STEP_TABLES}
+        found: dict[str, list[Row]] = {name: [] for name in STEP_TABLES}  # rows, or columns of layers
 
-        def add(table: str, counts: LayerCounts, content: Any) -> None:
-            key = {"step": step, "layer": counts.layer, "layer_name": self.layer_names[counts.layer]}
-            if isinstance(content, dict):
-                columns_of[table].append({**key, **content})
-            else:
-                rows[table] += [{**key, **row} for row in content]
+        def add(table: str, counts: LayerCounts, contents: Iterable[Row]) -> None:
+            place = {"step": step, "layer": counts.layer, "layer_name": self.layer_names[counts.layer]}
+            found[table] += [{**place, **content} for content in contents]
 
-        def frame(table: str) -> pd.DataFrame:  # of rows, then of layers whose rows are columns already
-            parts = [pd.DataFrame(rows[table]), *map(pd.DataFrame, columns_of[table])]
-            parts = [part for part in parts if len(part)] or [pd.DataFrame(columns=[*TABLES[table].columns])]
-            return pd.concat(parts, ignore_index=True) if len(parts) > 1 else parts[0]
+        def frame(table: str) -> pd.DataFrame:
+            parts = found[table]
+            columns = any(isinstance(value, np.ndarray) for value in parts[0].values()) if parts else False
+            return pd.DataFrame(join_columns(parts) if columns else parts, columns=[*TABLES[table].columns])
 
         main = self.main()
         # small matrices: threads of BLAS would only wait for each other
@@ -137,7 +152,9 @@ class Traced:
                     (layer, pool.submit(vocabulary.layer, layer.layer, layer.n_experts)) for layer in main
                 ]
             for counts in self.counts:
-                add("load", counts, load_rows(counts, self.corpus, self.has_gates))
+                add("load", counts, [load_columns(counts, self.corpus, self.has_gates)])
+                if counts.tokens:
+                    add("load_totals", counts, [load_total_columns(counts, self.has_gates)])
                 known = self.has_gates, self.has_logits, self.has_tokens, self.has_slots
                 add("routing_layers", counts, metric_rows(counts, self.corpus, *known))
                 if self.has_tokens:
@@ -145,23 +162,28 @@ class Traced:
                 add("routing_layers", counts, domain_metric_rows(counts, self.corpus, seed))
             contexts = self.context_rows()
             for counts in main:
-                add("domains", counts, domain_rows(counts, self.corpus))
+                if len(self.corpus.domains) > 1:
+                    add("domains", counts, [domain_columns(counts, self.corpus)])
                 add("contexts", counts, contexts.get(counts.layer, []))
                 for of, vectors in (("router", self.routers), ("outputs", self.outputs)):
                     if counts.layer in vectors:
-                        add("expert_cosines", counts, expert_cosine_columns(of, vectors[counts.layer]))
+                        add("expert_cosines", counts, [expert_cosine_columns(of, vectors[counts.layer])])
                 if counts.k > 1 and self.has_tokens:
-                    add("coactivation", counts, coactivation_columns(counts))
-            frames = {name: frame(name) for name in ("coactivation", "expert_cosines")}
-            frames["maps"] = expert_maps(frames, maps)
+                    add("coactivation", counts, [coactivation_columns(counts)])
+            pairs = {name: frame(name) for name in ("coactivation", "expert_cosines")}
+            found["maps"] = expert_maps(pairs, maps)
             for counts, made in words:
-                measured, columns = made.result()
+                measured, parts = made.result()
+                columns = join_columns(parts)
                 layer = layer_columns(counts, tokens=len(vocabulary.probe.ids_T))
                 add("routing_layers", counts, ({**layer, **row(*metric)} for metric in measured))
                 ids, places = np.unique(columns["token_id"], return_inverse=True)
                 texts = np.array([self.text.of(token) for token in ids.tolist()], dtype=object)
-                add("vocabulary", counts, {**columns, "token": texts[places]})
-        frames = {name: frames[name] if name in frames else frame(name) for name in STEP_TABLES}
+                add("vocabulary", counts, [{**columns, "token": texts[places]}])
+        frames = {name: pairs[name] if name in pairs else frame(name) for name in STEP_TABLES}
+        frames["routing_layers"] = mark_few(frames["routing_layers"])
+        frames["load_totals"] = load_totals(found["load_totals"])
+        frames["maps"] = map_facts(frames, self.main_phase)
         if self.seen is not None:
             seen = {"token_id": self.seen, "token": [self.text.of(int(token)) for token in self.seen]}
             frames["token_text"] = pd.DataFrame(seen)
@@ -216,27 +238,25 @@ class Traced:
         documents = sum(self.corpus.documents)
         if documents < FEWEST_DOCUMENTS:
             lines.append(f"no intervals: {FEWEST_DOCUMENTS} documents are needed, {documents} given")
-        else:
-            few: dict[tuple[str, int], list[str]] = {}
-            for counts in self.counts:
-                filled = sum(self.corpus.documents_of(counts))
-                if filled < FEWEST_DOCUMENTS:
-                    few.setdefault((counts.phase, filled), []).append(str(counts.layer))
-            lines += [
-                f"no intervals of {phase} in layers {', '.join(layers)}: {FEWEST_DOCUMENTS} documents are "
-                f"needed, {filled} of {documents} have tokens there"
-                for (phase, filled), layers in few.items()
-            ]
+        few: dict[tuple[str, int], list[str]] = {}
+        for counts in self.counts if not lines else ():
+            if (filled := sum(self.corpus.documents_of(counts))) < FEWEST_DOCUMENTS:
+                few.setdefault((counts.phase, filled), []).append(str(counts.layer))
+        lines += [
+            f"no intervals of {phase} in layers {', '.join(layers)}: {FEWEST_DOCUMENTS} documents are "
+            f"needed, {filled} of {documents} have tokens there"
+            for (phase, filled), layers in few.items()
+        ]
         if len(self.corpus.domains) > 1 and self.corpus.single_documents:
             lines.append(
                 "domain_information and purity not available: with one document per domain, domain and "
                 "document cannot be told apart"
             )
-        unknown = [layer for layer, words in self.scoring.items() if "not reproduced" in words]
+        unknown = [str(layer) for layer, words in self.scoring.items() if "not reproduced" in words]
         if unknown:
             lines.append(
-                f"selection_margin not available in layers {', '.join(map(str, unknown))}: the scoring "
-                "function was not recognised"
+                f"selection_margin not available in layers {', '.join(unknown)}: the scoring function was "
+                "not recognised"
             )
         if self.probe is not None and self.probe.share < 1:
             lines.append(
@@ -249,19 +269,83 @@ class Traced:
 # --- metrics made of counts
 
 
-def load_rows(counts: LayerCounts, corpus: Corpus, gates: bool = True) -> Iterator[Row]:
-    """Yield the load table: tokens and gate weight of every expert, of domains that have tokens."""
-    for index, domain in enumerate(corpus.domains):
-        if counts.sums("tokens")[index].sum():
-            tokens_E, weight_E = counts.counts_MBE[index].sum(0), counts.gate_weight_MBE[index].sum(0)
-            for expert in range(counts.n_experts):
-                yield {
-                    "phase": counts.phase,
-                    "domain": domain,
-                    "expert": expert,
-                    "tokens": int(tokens_E[expert]),
-                    "gate_weight": float(weight_E[expert]) if gates else None,
-                }
+def join_columns(parts: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Join columns of several layers; a single value stands for as many as the layer has rows."""
+    lengths = [next(len(one) for one in part.values() if isinstance(one, np.ndarray)) for part in parts]
+    return {
+        name: np.concatenate([part[name] for part in parts])
+        if isinstance(value, np.ndarray)
+        else np.repeat(np.array([part[name] for part in parts]), lengths)
+        for name, value in (parts[0].items() if parts else ())
+    }
+
+
+def load_columns(counts: LayerCounts, corpus: Corpus, gates: bool = True) -> dict[str, Any]:
+    """Return the columns of the load table: every expert in each domain that has tokens."""
+    there_M = counts.sums("tokens").sum(1) > 0
+    tokens_ME, weight_ME = (part[there_M].sum(1) for part in (counts.counts_MBE, counts.gate_weight_MBE))
+    return {
+        "phase": counts.phase,
+        "domain": np.repeat(np.array(corpus.domains, dtype=object)[there_M], counts.n_experts),
+        "expert": np.tile(np.arange(counts.n_experts), len(tokens_ME)),
+        "tokens": tokens_ME.reshape(-1),
+        "gate_weight": weight_ME.reshape(-1) if gates else None,
+        "even": np.repeat(tokens_ME.mean(1), counts.n_experts),
+    }
+
+
+def load_total_columns(counts: LayerCounts, gates: bool = True) -> dict[str, Any]:
+    """Return the columns of the load_totals table: every expert against an even share, all domains together.
+
+    `p` is of a load that differs from it; `load_totals` judges it.
+    """
+    load_E, n = counts.load_E, counts.n_experts
+    cells_CE = counts.counts_MBE.reshape(-1, n).astype(float)
+    labels_C = np.repeat(np.arange(len(counts.counts_MBE)), counts.counts_MBE.shape[1])
+    even = load_E.mean()
+    noise_E, p_E = load_noise(cells_CE, labels_C, counts.tokens)
+    rank_E = np.argsort(np.argsort(-load_E, kind="stable"), kind="stable")
+    draws = Setting(counts.tokens, n, counts.mean_k).draws if even else np.zeros((1, n))
+    weight_E = counts.gate_weight_MBE.sum((0, 1))
+    return {
+        "phase": counts.phase,
+        "expert": np.arange(n),
+        "tokens": load_E.astype(np.int64),
+        "gate_weight": weight_E if gates else None,
+        "even": even,
+        "times_even": divide(load_E, even),
+        "times_even_noise": noise_E,
+        "gate_times_even": divide(weight_E, weight_E.mean()) if gates else None,
+        "rank_share": (rank_E + 1) / n,
+        "load_share": lorenz(load_E)[rank_E],
+        "load_share_chance": lorenz(draws).mean(0)[rank_E],
+        "reference": rank_E == (n - 1) // 2,
+        "unused": load_E == 0,
+        "few": bool(even < FEWEST_EXPECTED),
+        "p": p_E,
+    }
+
+
+def load_totals(layers: list[Row]) -> pd.DataFrame:
+    """Return the load_totals table from its layers, with which loads differ from an even share.
+
+    Holm's correction is over all experts of a step and phase that have enough tokens.
+    """
+    import pandas as pd
+
+    rows = pd.DataFrame(join_columns(layers), columns=[*TABLES["load_totals"].columns, "p"])
+    p = rows.pop("p").where(~rows["few"].astype(bool)).astype(float)
+    q = p.groupby([rows["step"], rows["phase"]]).transform(lambda values: holm(values.to_numpy()))
+    return rows.assign(claimed=(q < LEVEL).astype(object).where(q.notna(), None))
+
+
+def mark_few(rows: pd.DataFrame) -> pd.DataFrame:
+    """Mark the layers with less than a tenth of the median layer's tokens: loads are uneven there by chance.
+
+    A prefill may end with a single token in the last layer.
+    """
+    keys = [rows[name] for name in ("phase", "domain", "metric")]
+    return rows.assign(few=rows["tokens"] < FEW * rows["tokens"].groupby(keys).transform("median"))
 
 
 def metric_rows(
@@ -279,9 +363,8 @@ def metric_rows(
     documents_M = corpus.documents_of(counts)
     scopes = [("", slice(None), sum(documents_M))]
     if len(corpus.domains) > 1:
-        scopes += [
-            (name, slice(index, index + 1), documents_M[index]) for index, name in enumerate(corpus.domains)
-        ]
+        each = zip(corpus.domains, documents_M, strict=True)
+        scopes += [(name, slice(at, at + 1), documents) for at, (name, documents) in enumerate(each)]
     for domain, where, documents in scopes:
         if counts.sums("tokens")[where].sum():
             scope = Scope(counts, domain, where, documents)
@@ -298,53 +381,46 @@ class Scope:
 
     def __init__(self, counts: LayerCounts, domain: str, where: slice, documents: int):
         self.counts, self.domain, self.where, self.documents = counts, domain, where, documents
-        tokens = int(self.total("tokens"))
-        assigned, choices, same_first = self.total("assigned"), float("nan"), float("nan")
+        self.load_BE = counts.counts_MBE[where].sum(0).astype(float)
+        tokens, k = int(self.total("tokens")), self.total("assigned") / self.total("tokens")
+        choices = same_first = float("nan")
         if counts.first_ME is not None:
             first_E = counts.first_ME[where].sum(0).astype(float)
             chosen = first_E.sum()
-            choices = float(divide(np.asarray(assigned), chosen))
+            choices = float(divide(np.asarray(self.total("assigned")), chosen))
             same_first = float(divide((first_E * (first_E - 1)).sum(), chosen * (chosen - 1)))
-        k = assigned / tokens
         self.setting = Setting(tokens, counts.n_experts, k, choices=choices, same_first=same_first)
 
     def sums(self, name: str) -> Array:
-        if name == "slots":
-            return self.sums("tokens") * self.counts.k
         return np.asarray(self.counts.sums(name)[self.where].sum(0))
 
     def total(self, name: str) -> float:
         return float(self.sums(name).sum())
 
     def load(self) -> Iterator[Row]:
-        if self.total("assigned"):
-            load_BE = self.counts.counts_MBE[self.where].sum(0).astype(float)
-            yield from self.balance(LOAD, load_BE, self.setting)
+        if self.load_BE.any():
+            yield from self.balance(LOAD, self.load_BE, self.setting)
 
     def gate_weight(self) -> Iterator[Row]:
         if self.total("gates") > 0:
             sums = (self.total(name) for name in ("gates", "gates_squared", "token_gates_squared"))
-            tokens, n, k = self.setting.tokens, self.setting.n_experts, self.setting.k
-            setting = Setting(tokens, n, k, gate_relative_std(n, *sums))
+            setting = replace(self.setting, gate_std=gate_relative_std(self.counts.n_experts, *sums))
             yield from self.balance(GATE_WEIGHT, self.counts.gate_weight_MBE[self.where].sum(0), setting)
 
     def balancing_loss(self) -> Iterator[Row]:
-        if self.counts.probability_MBE is not None and self.total("assigned"):
-            load_BE = self.counts.counts_MBE[self.where].sum(0).astype(float)
+        if self.counts.probability_MBE is not None and self.load_BE.any():
             probability_BE = self.counts.probability_MBE[self.where].sum(0)
-            value = balancing_loss(load_BE.sum(0), probability_BE.sum(0))
-            enough = self.documents >= FEWEST_DOCUMENTS
-            interval = balancing_loss_interval(load_BE, probability_BE) if enough else NOT_AVAILABLE
+            few = self.documents < FEWEST_DOCUMENTS
+            interval = NOT_AVAILABLE if few else balancing_loss_interval(self.load_BE, probability_BE)
+            value = balancing_loss(self.load_BE.sum(0), probability_BE.sum(0))
             yield self.row(BALANCING_LOSS, value, interval, self.setting)
 
     def balance(self, metrics: list[Metric], load_BE: Array, setting: Setting) -> Iterator[Row]:
         for metric in metrics:
-            assert metric.function is not None
-            value = float(metric.function(load_BE.sum(0)))
             interval = NOT_AVAILABLE
             if metric.interval is not None and self.documents >= FEWEST_DOCUMENTS:
                 interval = metric.interval(load_BE)
-            yield self.row(metric, value, interval, setting)
+            yield self.row(metric, metric.value(load_BE.sum(0)), interval, setting)
 
     @property
     def loses_slots(self) -> bool:
@@ -359,11 +435,8 @@ class Scope:
             yield self.row(metric, ratio(parts.sum(0)), interval, self.setting)
 
     def row(self, metric: Metric, value: float, interval: Interval, setting: Setting) -> Row:
-        levels = metric.chance(setting), metric.collapse(setting)
-        return {
-            **layer_columns(self.counts, self.domain, self.setting.tokens),
-            **row(metric.name, value, *levels, interval),
-        }
+        layer = layer_columns(self.counts, self.domain, self.setting.tokens)
+        return {**layer, **metric.row(setting, value, interval)}
 
 
 def ratio(parts: Array) -> Any:
@@ -382,42 +455,35 @@ def layer_columns(counts: LayerCounts, domain: str = "", tokens: int | None = No
     }
 
 
-def row(metric: str, value: float, chance: float, collapse: float, interval: Interval = NOT_AVAILABLE) -> Row:
-    return {
-        "metric": metric,
-        "value": value,
-        "chance": chance,
-        "collapse": collapse,
-        **interval._asdict(),
-    }
-
-
 # --- separation
 
 
 def separation_rows(counts: LayerCounts, router_ED: Array | None) -> Iterator[Row]:
     """Yield the overlap of experts' token sets, and the similarity of their router rows."""
     metrics: list[tuple[Metric, Array]] = []
-    if counts.tokens and counts.k > 1:
+    if counts.tokens and counts.k > 1 and counts.pairs_EE is not None:
         metrics.append((OVERLAP, counts.pairs_EE))
     if router_ED is not None and len(router_ED) > 1:
         metrics += [(metric, router_ED) for metric in ROUTER]
-    d_model = 0 if router_ED is None else router_ED.shape[1]
-    setting = Setting(
-        counts.tokens, counts.n_experts, counts.mean_k, pairs=counts.mean_pairs, d_model=d_model
-    )
+    setting = Setting(counts.tokens, counts.n_experts, counts.mean_k, pairs=counts.mean_pairs)
+    if router_ED is not None:
+        setting = replace(setting, d_model=router_ED.shape[1])
     for metric, values in metrics:
-        assert metric.function is not None
-        levels = metric.chance(setting), metric.collapse(setting)
-        yield {**layer_columns(counts), **row(metric.name, metric.function(values), *levels)}
+        yield {**layer_columns(counts), **metric.row(setting, metric.value(values))}
 
 
 def coactivation_columns(counts: LayerCounts) -> dict[str, Any]:
     """Return the columns of the coactivation table: every ordered pair of different experts."""
     n, tokens = counts.n_experts, counts.tokens
+    assert counts.pairs_EE is not None
     a, b = np.nonzero(~np.eye(n, dtype=bool))
     share_EE, lift_EE = coactivation(counts.pairs_EE, tokens)
     tokens_E = np.diag(counts.pairs_EE).astype(np.int64)
+    chance = chance_lift(n, counts.mean_k, counts.mean_pairs)
+    expected_EE, noise_EE = expected_pairs(tokens_E, tokens, chance)
+    over_EE = divide(lift_EE, np.asarray(chance))
+    few_EE = ~(expected_EE >= FEWEST_EXPECTED)
+    place_E = np.argsort(coactivation_order(np.where(expected_EE >= DRAWN_FROM, over_EE, np.nan)))
     return {
         "expert_a": a,
         "expert_b": b,
@@ -427,17 +493,23 @@ def coactivation_columns(counts: LayerCounts) -> dict[str, Any]:
         "layer_tokens": tokens,
         "share_of_a": share_EE[a, b],
         "lift": lift_EE[a, b],
-        "chance_lift": chance_lift(n, counts.mean_k, counts.mean_pairs),
+        "chance_lift": chance,
+        "expected": expected_EE[a, b],
+        "over": over_EE[a, b],
+        "over_noise": noise_EE[a, b],
+        "largest_by_chance": 1 + largest_normal((~few_EE[a, b]).sum() // 2) * noise_EE[a, b],
+        "few": few_EE[a, b],
+        "place_a": place_E[a],
+        "place_b": place_E[b],
     }
 
 
 def expert_cosine_columns(of: str, rows_ED: Array) -> dict[str, Any]:
     """Return the columns of the expert_cosines table; mean |cos| of random directions: sqrt(2/(pi D))."""
     a, b = np.triu_indices(len(rows_ED), 1)
-    d = rows_ED.shape[1]
-    chance = np.full(len(a), np.sqrt(2 / (np.pi * d)))
-    cosine = pair_cosines(rows_ED)
-    return {"of": of, "expert_a": a, "expert_b": b, "cosine": cosine, "chance": chance, "dimensions": d}
+    chance = np.full(len(a), np.sqrt(2 / (np.pi * rows_ED.shape[1])))
+    levels = {"cosine": pair_cosines(rows_ED), "chance": chance, "dimensions": rows_ED.shape[1]}
+    return {"of": of, "expert_a": a, "expert_b": b, **levels}
 
 
 # --- domains
@@ -456,29 +528,29 @@ def domain_metric_rows(counts: LayerCounts, corpus: Corpus, seed: int) -> Iterat
     by_bucket_BME = counts.counts_MBE.transpose(1, 0, 2).astype(float)
     interval = jackknife_interval(by_bucket_BME, information, documents, centre=value)
     yield {**layer_columns(counts), **row("domain_information", value, 0.0, 0.0, interval)}
-    table_ME = by_domain(cells_CE, labels_C, n_domains)
     full = permuted_PME.sum(-1).all(-1)  # a domain without a token has no shares
     chance = float(purity(permuted_PME[full]).mean()) if full.any() else np.nan
     interval = clip_share(jackknife_interval(by_bucket_BME, purity, documents))
-    yield {**layer_columns(counts), **row("purity", float(purity(table_ME)), chance, 1 / n_domains, interval)}
+    value = float(purity(by_domain(cells_CE, labels_C, n_domains)))
+    yield {**layer_columns(counts), **row("purity", value, chance, 1 / n_domains, interval)}
 
 
-def domain_rows(counts: LayerCounts, corpus: Corpus) -> Iterator[Row]:
-    """Yield the domains table; empty for a single domain."""
-    if len(corpus.domains) < 2:
-        return
-    table_ME = counts.counts_MBE.sum(1).astype(float)
-    affinity_ME, shares_ME = affinity(table_ME), domain_shares(table_ME)
-    low_ME, high_ME = affinity_interval(counts.counts_MBE.astype(float), corpus.documents_of(counts))
-    for expert in range(counts.n_experts):
-        for index, domain in enumerate(corpus.domains):
-            yield {
-                "expert": expert,
-                "domain": domain,
-                "tokens": int(table_ME[index, expert]),
-                "affinity": affinity_ME[index, expert],
-                "low": low_ME[index, expert],
-                "high": high_ME[index, expert],
-                "share": shares_ME[index, expert],
-                "share_chance": 1 / len(corpus.domains),
-            }
+def domain_columns(counts: LayerCounts, corpus: Corpus) -> dict[str, Any]:
+    """Return the columns of the domains table."""
+    domains, n = len(corpus.domains), counts.n_experts
+    table_ME = counts.counts_MBE.sum(1)
+    limits = affinity_interval(counts.counts_MBE.astype(float), corpus.documents_of(counts))
+    low_ME, high_ME, noise_ME = limits
+    few_E = table_ME.sum(0) < FEWEST_EXPECTED * domains
+    return {
+        "expert": np.repeat(np.arange(n), domains),
+        "domain": np.tile(np.array(corpus.domains, dtype=object), n),
+        "tokens": table_ME.T.reshape(-1),
+        "affinity": affinity(table_ME.astype(float)).T.reshape(-1),
+        "low": low_ME.T.reshape(-1),
+        "high": high_ME.T.reshape(-1),
+        "share": domain_shares(table_ME.astype(float)).T.reshape(-1),
+        "share_chance": 1 / domains,
+        "affinity_noise": noise_ME.T.reshape(-1),
+        "few": np.repeat(few_E, domains),
+    }

@@ -30,10 +30,8 @@ def routing_entropy(routing: Routing) -> Tensor:
 def chosen_entropy(routing: Routing) -> Tensor:
     """Entropy of the probabilities of the chosen experts, divided by their sum."""
     assert routing.scores_TE is not None
-    chosen = routing.chosen_TK >= 0
-    scores_TK = routing.scores_TE.gather(1, routing.chosen_TK.clamp(min=0)) * chosen
-    total_T = scores_TK.sum(-1, keepdim=True)
-    return entropy(scores_TK / total_T.clamp(min=1e-30))
+    scores_TK = routing.scores_TE.gather(1, routing.chosen_TK.clamp(min=0)) * (routing.chosen_TK >= 0)
+    return entropy(scores_TK / scores_TK.sum(-1, keepdim=True).clamp(min=1e-30))
 
 
 def confidence(routing: Routing) -> Tensor:

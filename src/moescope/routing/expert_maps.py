@@ -1,11 +1,11 @@
-"""Maps of a layer's experts on a plane: PCA, exact t-SNE and, on request, UMAP; how faithful they are."""
+"""Maps of a layer's experts on a plane: PCA and, on request, t-SNE and UMAP; how faithful they are."""
 
 from __future__ import annotations
 
 import sys
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from importlib.util import find_spec
@@ -18,14 +18,14 @@ from moescope.errors import BadInput
 if TYPE_CHECKING:
     import pandas as pd
 
-SEED = 0  # of UMAP; the other methods draw nothing
+SEED = 0  # of UMAP; the other methods draw nothing from it
 PERPLEXITY = 30.0  # of t-SNE; a third of the points where they are few
 NEIGHBOURS = 15  # of UMAP; all others where they are few
 NEAREST = 5  # neighbours that are compared
 FEWEST = 8  # points that t-SNE and UMAP need
-EXAGGERATION, EXAGGERATED_STEPS, STEPS = 12.0, 100, 350  # of t-SNE; 750 preserve at most 1 % more
-TOGETHER = 2**18  # pairs of points that take a step of t-SNE together: what a processor's cache holds
 DRAWN_FROM = 1.0  # expected tokens of a pair from which on its lift counts
+TRUSTED_FROM = 30  # experts from which on neighbourhoods of t-SNE and UMAP are worth showing
+UNUSED = "no token"  # in the place of a domain
 FOLD = 8.0  # lifts count up to so many times above and below chance
 
 
@@ -41,7 +41,17 @@ class Cloud:
 
     @cached_property
     def plane(self) -> tuple[np.ndarray, np.ndarray]:
-        return principal_plane(self)
+        """(coordinates on the first two principal components, their shares of the variance).
+
+        Eigenvectors of the doubly centred Gram matrix times the roots of their eigenvalues (Gower 1966).
+        """
+        means = self.gram.mean(axis=0)
+        values, vectors = np.linalg.eigh(self.gram - means - means[:, None] + self.gram.mean())
+        values = np.maximum(values[::-1], 0.0)
+        share = values / values.sum() if values.sum() else np.zeros_like(values)
+        coordinates = vectors[:, ::-1][:, :2] * np.sqrt(values[:2])
+        largest = np.take_along_axis(coordinates, np.abs(coordinates).argmax(axis=0)[None], axis=0)
+        return coordinates * np.where(largest < 0, -1, 1), share[:2]  # fixes the arbitrary sign
 
     @cached_property
     def distances(self) -> np.ndarray:
@@ -54,26 +64,6 @@ class Cloud:
 # --- methods
 
 
-def principal_plane(cloud: Cloud) -> tuple[np.ndarray, np.ndarray]:
-    """(coordinates on the first two principal components, their shares of the variance).
-
-    Eigenvectors of the doubly centred Gram matrix times the roots of their eigenvalues (Gower 1966).
-    """
-    centred = cloud.gram - cloud.gram.mean(axis=0) - cloud.gram.mean(axis=1)[:, None] + cloud.gram.mean()
-    values, vectors = np.linalg.eigh(centred)
-    values = np.maximum(values[::-1], 0.0)
-    share = values / values.sum() if values.sum() else np.zeros_like(values)
-    coordinates = vectors[:, ::-1][:, :2] * np.sqrt(values[:2])
-    for column in range(coordinates.shape[1]):  # fix the arbitrary sign: the largest is positive
-        if coordinates[np.abs(coordinates[:, column]).argmax(), column] < 0:
-            coordinates[:, column] *= -1
-    return coordinates, share[:2]
-
-
-def pca(clouds: Sequence[Cloud]) -> list[np.ndarray]:
-    return [cloud.plane[0] for cloud in clouds]
-
-
 def initial_layout(cloud: Cloud, spread: float) -> np.ndarray:
     """The scaled principal plane, a start that preserves global structure (Kobak & Linderman 2021)."""
     at = cloud.plane[0]
@@ -81,73 +71,18 @@ def initial_layout(cloud: Cloud, spread: float) -> np.ndarray:
     return np.asarray(at / size * spread if size else at).astype(np.float32)
 
 
-def tsne(clouds: Sequence[Cloud]) -> list[np.ndarray]:
-    """Exact t-SNE: minimise KL(P || Q), Q[i, j] proportional to 1/(1 + ||y_i - y_j||^2).
+def tsne(cloud: Cloud) -> np.ndarray:
+    """Exact t-SNE (van der Maaten & Hinton 2008) by scikit-learn; distances between groups mean little."""
+    from sklearn.manifold import TSNE
 
-    van der Maaten & Hinton 2008, with gains, momentum and early exaggeration; learning rate of Belkina et al.
-    2019. It starts from the principal plane and draws nothing. Distances between groups mean little. Clouds
-    of equal size take each step together, which does not change them.
-    """
-    by_size: dict[int, list[int]] = {}
-    for index, cloud in enumerate(clouds):
-        by_size.setdefault(len(cloud.gram), []).append(index)
-    places: dict[int, np.ndarray] = {}
-    for n, indices in by_size.items():
-        together = max(TOGETHER // n**2, 1)
-        for first in range(0, len(indices), together):
-            part = indices[first : first + together]
-            places.update(zip(part, tsne_of_equal_size([clouds[index] for index in part]), strict=True))
-    return [places[index] for index in range(len(clouds))]
-
-
-def tsne_of_equal_size(clouds: Sequence[Cloud]) -> np.ndarray:
-    """Return coordinates [cloud, point, 2]."""
-    n = len(clouds[0].gram)
-    perplexity, diagonal = min(PERPLEXITY, (n - 1) / 3), np.arange(n)
-    target = np.stack([neighbour_probabilities(cloud.distances**2, perplexity) for cloud in clouds])
-    target = target.astype(np.float32)
-    at, rate = np.stack([initial_layout(cloud, 1e-4) for cloud in clouds]), n / EXAGGERATION
-    for exaggeration, momentum, steps in (
-        (EXAGGERATION, 0.5, EXAGGERATED_STEPS),
-        (1.0, 0.8, STEPS - EXAGGERATED_STEPS),
-    ):
-        wanted, velocity, gains = target * np.float32(exaggeration), np.zeros_like(at), np.ones_like(at)
-        for _ in range(steps):
-            sizes = (at * at).sum(axis=2)
-            near = at @ at.transpose(0, 2, 1)  # becomes 1/(1 + squared distance), in place
-            near *= -2
-            near += sizes[:, :, None] + sizes[:, None, :]
-            np.maximum(near, 0, out=near)
-            near += 1
-            np.divide(1, near, out=near)
-            near[:, diagonal, diagonal] = 0
-            force = near / near.reshape(len(at), -1).sum(axis=1)[:, None, None]
-            np.subtract(wanted, force, out=force)
-            force *= near
-            gradient = 4 * (force.sum(axis=2)[:, :, None] * at - force @ at)
-            gains = np.maximum(np.where(velocity * gradient < 0, gains + 0.2, gains * 0.8), 0.01)
-            velocity = momentum * velocity - rate * gains * gradient
-            at = at + velocity
-    return np.asarray(at, float)
-
-
-def neighbour_probabilities(squared: np.ndarray, perplexity: float) -> np.ndarray:
-    """(P[j | i] + P[i | j])/2n of Gaussians whose widths give every point that perplexity, by bisection."""
-    n = len(squared)
-    others = ~np.eye(n, dtype=bool)
-    squared = squared[others].reshape(n, n - 1)
-    squared = squared - squared.min(axis=1, keepdims=True)
-    low, high, precision = np.zeros((n, 1)), np.full((n, 1), np.inf), np.ones((n, 1))
-    for _ in range(64):
-        weight = np.exp(-precision * squared)
-        total = weight.sum(axis=1, keepdims=True)
-        entropy = np.log(total) + precision * (weight * squared).sum(axis=1, keepdims=True) / total
-        wide = entropy > np.log(perplexity)
-        low, high = np.where(wide, precision, low), np.where(wide, high, precision)
-        precision = np.where(np.isinf(high), precision * 2, (low + high) / 2)
-    conditional = np.zeros((n, n))
-    conditional[others] = (weight / total).ravel()
-    return (conditional + conditional.T) / (2 * n)
+    method = TSNE(
+        perplexity=min(PERPLEXITY, (len(cloud.gram) - 1) / 3),
+        metric="precomputed",
+        init=initial_layout(cloud, 1e-4),
+        method="exact",
+        random_state=SEED,
+    )
+    return np.asarray(method.fit_transform(cloud.distances.copy()), float)  # it squares them in place
 
 
 @contextmanager
@@ -157,41 +92,42 @@ def restore_torch_threads() -> Iterator[None]:
     Without this a training after a trace would round differently from one before it.
     """
     torch: Any = sys.modules.get("torch")
-    before = None if torch is None else torch.get_num_threads()
-    try:
-        yield
-    finally:
+    with ExitStack() as stack:
         if torch is not None:
-            torch.set_num_threads(before)
+            stack.callback(torch.set_num_threads, torch.get_num_threads())
+        yield
 
 
-def umap(clouds: Sequence[Cloud]) -> list[np.ndarray]:
+def umap(cloud: Cloud) -> np.ndarray:
     """UMAP (McInnes, Healy & Melville 2018) by umap-learn; distances between groups mean little."""
     with warnings.catch_warnings(), restore_torch_threads():
         warnings.simplefilter("ignore")  # about TensorFlow, and about precomputed distances
         from umap import UMAP
 
-        places = []
-        for cloud in clouds:
-            method = UMAP(
-                n_neighbors=min(NEIGHBOURS, len(cloud.gram) - 1),
-                metric="precomputed",
-                init=initial_layout(cloud, 5.0),
-                random_state=SEED,
-                n_jobs=1,
-            )
-            places.append(np.asarray(method.fit_transform(cloud.distances), float))
-        return places
+        method = UMAP(
+            n_neighbors=min(NEIGHBOURS, len(cloud.gram) - 1),
+            metric="precomputed",
+            init=initial_layout(cloud, 5.0),
+            random_state=SEED,
+            n_jobs=1,
+        )
+        return np.asarray(method.fit_transform(cloud.distances), float)
 
 
-METHODS: dict[str, Callable[[Sequence[Cloud]], list[np.ndarray]]] = {"pca": pca, "tsne": tsne, "umap": umap}
+METHODS: dict[str, Callable[[Cloud], np.ndarray]] = {
+    "pca": lambda cloud: cloud.plane[0],
+    "tsne": tsne,
+    "umap": umap,
+}
 
 
 def map_methods(slowest: str) -> tuple[str, ...]:
-    """Return the methods up to the slowest one that is wanted; UMAP must be installed."""
-    if slowest == "umap" and find_spec("umap") is None:
-        raise BadInput("--maps umap: umap-learn is not installed; pip install 'moescope[maps]'")
-    return tuple(METHODS)[: tuple(METHODS).index(slowest) + 1]
+    """Return the methods up to the slowest one that is wanted; their packages must be installed."""
+    methods = tuple(METHODS)[: tuple(METHODS).index(slowest) + 1]
+    for method, package in (("tsne", "sklearn"), ("umap", "umap")):
+        if method in methods and find_spec(package) is None:
+            raise BadInput(f"--maps {slowest}: no package {package}; pip install 'moescope[maps]'")
+    return methods
 
 
 # --- faithfulness
@@ -199,10 +135,9 @@ def map_methods(slowest: str) -> tuple[str, ...]:
 
 def preserved_neighbours(cloud: Cloud, at: np.ndarray) -> tuple[float, float]:
     """(share of each point's nearest five that are among its nearest five on the map, the chance level)."""
-    n = len(at)
-    m = max(min(NEAREST, (n - 1) // 2), 1)
-    if n < 3:
+    if (n := len(at)) < 3:
         return float("nan"), float("nan")
+    m = min(NEAREST, (n - 1) // 2)
     there, here = nearest(cloud.distances, m), nearest(Cloud.of_rows(at).distances, m)
     return float((there[:, :, None] == here[:, None, :]).sum() / (n * m)), m / (n - 1)
 
@@ -216,53 +151,47 @@ def nearest(distances: np.ndarray, m: int) -> np.ndarray:
 @lru_cache
 def plane_of_directions(n: int, width: int) -> float:
     """Share of variance on two axes of n random directions of that width: mean of 10 seeded draws."""
-    generator = np.random.default_rng(0)
-    shares = []
-    for _ in range(10):
-        rows = generator.standard_normal((n, width))
-        rows /= np.linalg.norm(rows, axis=1)[:, None]
-        shares.append(principal_plane(Cloud.of_rows(rows))[1].sum())
-    return float(np.mean(shares))
+    draws = np.random.default_rng(0).standard_normal((10, n, width))
+    units = draws / np.linalg.norm(draws, axis=2, keepdims=True)
+    return float(np.mean([Cloud.of_rows(rows).plane[1].sum() for rows in units]))
 
 
 @lru_cache
 def plane_of_noise(n: int) -> float:
     """Share of variance on two axes of n profiles of noise: mean of 20 seeded symmetric normal matrices."""
-    generator = np.random.default_rng(0)
-    shares = []
-    for _ in range(20):
-        noise = generator.standard_normal((n, n))
-        shares.append(principal_plane(Cloud.of_rows(fill_diagonal(noise + noise.T)))[1].sum())
-    return float(np.mean(shares))
+    draws = np.random.default_rng(0).standard_normal((20, n, n))
+    profiles = [fill_diagonal(noise + noise.T) for noise in draws]
+    return float(np.mean([Cloud.of_rows(profile).plane[1].sum() for profile in profiles]))
 
 
 # --- experts as points
 
 
-def expected_pairs(pairs: pd.DataFrame) -> pd.DataFrame:
-    """Rows of `coactivation` with `over` = lift/chance_lift, `expected` = c_a c_b/N chance_lift.
-
-    `share_a` and `share_b` are the shares c/N of tokens that chose either expert.
-    """
-    tokens = pairs["layer_tokens"].clip(lower=1)
-    share_a, share_b = pairs["tokens_a"] / tokens, pairs["tokens_b"] / tokens
-    expected = share_a * share_b * tokens * pairs["chance_lift"]
-    over = pairs["lift"] / pairs["chance_lift"]
-    return pairs.assign(share_a=share_a, share_b=share_b, expected=expected, over=over)
-
-
 def lift_over_chance(pairs: pd.DataFrame) -> pd.DataFrame:
-    """Matrix lift/chance_lift of a layer's `expected_pairs`; empty where less than one token is expected."""
+    """Matrix lift/chance_lift of a layer's pairs; empty where less than one token is expected."""
     drawn = pairs.assign(over=pairs["over"].where(pairs["expected"] >= DRAWN_FROM))
     return drawn.pivot(index="expert_a", columns="expert_b", values="over").sort_index().sort_index(axis=1)
+
+
+def coactivation_order(over_EE: np.ndarray) -> list[int]:
+    """Experts ordered by average linkage of lifts over chance, so that co-activated ones are adjacent."""
+    if len(over_EE) < 3:
+        return list(range(len(over_EE)))
+    from scipy.cluster.hierarchy import leaves_list, linkage
+    from scipy.spatial.distance import squareform
+
+    lift = np.nan_to_num(np.clip(over_EE, 0, FOLD))
+    near = (lift + lift.T) / 2
+    distance = near.max() - near
+    np.fill_diagonal(distance, 0)
+    return [int(leaf) for leaf in leaves_list(linkage(squareform(distance, checks=False), "average"))]
 
 
 def coactivation_profiles(over: np.ndarray) -> np.ndarray:
     """Each expert's log2 lift over chance with every other expert; pairs without a value count as chance."""
     with np.errstate(divide="ignore", invalid="ignore"):
         profile = np.clip(np.log2(over), -np.log2(FOLD), np.log2(FOLD))
-    profile[np.isnan(profile)] = 0.0
-    return fill_diagonal(profile)
+    return fill_diagonal(np.nan_to_num(profile))
 
 
 def fill_diagonal(profile: np.ndarray) -> np.ndarray:
@@ -297,13 +226,9 @@ def direction_points(cosines: pd.DataFrame) -> tuple[np.ndarray, Cloud, float]:
     return experts, Cloud(gram[np.ix_(experts, experts)]), level
 
 
-def expert_maps(tables: dict[str, pd.DataFrame], methods: Sequence[str]) -> pd.DataFrame:
-    """Return the maps table: every layer's experts by co-activation, router rows and mean outputs."""
-    import pandas as pd
-
-    from moescope.routing.tables import TABLES
-
-    pairs, cosines = expected_pairs(tables["coactivation"]), tables["expert_cosines"]
+def expert_maps(tables: dict[str, pd.DataFrame], methods: Sequence[str]) -> list[dict[str, Any]]:
+    """Return columns of the maps table: of every layer's co-activation, router rows and mean outputs."""
+    pairs, cosines = tables["coactivation"], tables["expert_cosines"]
     keys = ["step", "layer", "layer_name"]
     subjects = [((*key, "coactivation"), coactivation_points(rows)) for key, rows in pairs.groupby(keys)]
     subjects += [
@@ -311,33 +236,46 @@ def expert_maps(tables: dict[str, pd.DataFrame], methods: Sequence[str]) -> pd.D
         for key, rows in cosines.groupby([*keys, "of"])
         if rows["cosine"].notna().any()
     ]
-    subjects = [subject for subject in subjects if len(subject[1][0])]
-    places: dict[tuple[int, str], np.ndarray] = {}
-    for method in methods:
-        fewest = FEWEST if method != methods[0] else 0
-        drawn = [at for at, (_, (experts, _, _)) in enumerate(subjects) if len(experts) >= fewest]
-        found = METHODS[method]([subjects[at][1][1] for at in drawn])
-        places.update({(at, method): place for at, place in zip(drawn, found, strict=True)})
-    columns: dict[str, list[np.ndarray]] = {name: [] for name in TABLES["maps"].columns}
-    for (subject, method), at in sorted(places.items(), key=lambda item: item[0][0]):
-        (step, layer, layer_name, of), (experts, cloud, level) = subjects[subject]
-        preserved, chance = preserved_neighbours(cloud, at)
-        part = {
-            "step": step,
-            "layer": layer,
-            "layer_name": layer_name,
-            "of": of,
-            "method": method,
-            "expert": experts,
-            "x": at[:, 0],
-            "y": at[:, 1] if at.shape[1] > 1 else 0.0,
-            "variance": cloud.plane[1].sum(),
-            "variance_chance": level,
-            "neighbours": preserved,
-            "neighbours_chance": chance,
-        }
-        for name, value in part.items():
-            columns[name].append(np.broadcast_to(value, len(experts)))
-    if not places:
-        return pd.DataFrame(columns=list(TABLES["maps"].columns))
-    return pd.DataFrame({name: np.concatenate(parts) for name, parts in columns.items()})
+    columns = []
+    for subject, (experts, cloud, level) in subjects:
+        for method in methods:
+            if len(experts) >= (FEWEST if method != methods[0] else 1):
+                at = METHODS[method](cloud)
+                preserved, chance = preserved_neighbours(cloud, at)
+                columns.append(
+                    {
+                        **dict(zip((*keys, "of"), subject, strict=True)),
+                        "method": method,
+                        "expert": experts,
+                        "x": at[:, 0],
+                        "y": at[:, 1] if at.shape[1] > 1 else np.zeros(len(at)),
+                        "variance": cloud.plane[1].sum(),
+                        "variance_chance": level,
+                        "neighbours": preserved,
+                        "neighbours_chance": chance,
+                    }
+                )
+    return columns
+
+
+def map_facts(tables: dict[str, pd.DataFrame], phase: str) -> pd.DataFrame:
+    """Return the maps with each expert's load and main domain, and which method is `best`.
+
+    The main domain is that of highest affinity; the best method is the slowest there is, PCA under 30
+    experts.
+    """
+    maps, load, domains = tables["maps"], tables["load_totals"], tables["domains"]
+    if maps.empty:
+        return maps
+    key, group = ["layer", "expert"], ["layer", "of"]
+    load = load[load["phase"] == phase].set_index(key)["times_even"].rename("load")
+    known = domains[domains["affinity"].notna()]
+    main = known.loc[known.groupby(key)["affinity"].idxmax()].set_index(key)["domain"].rename("domain")
+    rows = maps.join(load, on=key).join(main, on=key)
+    rank = rows["method"].map(list(METHODS).index)
+    slowest = rank.where(rows.groupby(group)["expert"].transform("nunique") >= TRUSTED_FROM, 0)
+    return maps.assign(
+        times_even=rows["load"],
+        main_domain=rows["domain"].fillna(UNUSED) if len(domains) else None,
+        best=rank == slowest.groupby([rows[name] for name in group]).transform("max"),
+    )

@@ -11,17 +11,19 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
+from itertools import product
 
 import numpy as np
 
-from moescope.statistics import Interval, Jackknife, jackknife
-from moescope.types import Array
+from moescope.statistics import TAILS, Interval, Jackknife, jackknife, jackknife_ratio
+from moescope.types import Array, Integers
 
 DRAWS = 200
 EQUAL_GATES = 1e-9  # relative variance of gates below which they are equal
 # Estimates by the other documents' order vary more than the plain value. Chosen by simulation: with 1, Gini's
 # interval covers 0.88 for one busy expert of 64, with 1.3 0.92 for even loads, with sqrt 2 at least 0.93.
 WIDER = np.sqrt(2)
+FEWEST_EXPECTED = 5.0  # expected tokens below which a count is not judged
 
 
 def cv(load_E: Array) -> Array:
@@ -78,8 +80,8 @@ def balancing_loss(load_E: Array, probability_E: Array) -> float:
 
     Fedus et al. 2021, arXiv:2101.03961. transformers' load_balancing_loss_func is k times this.
     """
-    shares_E = divide(load_E, load_E.sum()), divide(probability_E, probability_E.sum())
-    return float(len(load_E) * (shares_E[0] * shares_E[1]).sum())
+    products_E = divide(load_E, load_E.sum()) * divide(probability_E, probability_E.sum())
+    return float(len(load_E) * products_E.sum())
 
 
 def divide(top: Array, bottom: Array) -> Array:
@@ -132,8 +134,8 @@ def entropy_interval(entropy: Callable[[Array], Array]) -> Callable[[Array], Int
 
     def interval(x_BE: Array) -> Interval:
         _, corrected, half = jackknife(x_BE, entropy)
-        even = float(entropy(np.ones(x_BE.shape[1])))
-        return Interval(*np.clip([corrected - half, corrected + half, corrected], 0, even).tolist())
+        most = entropy(np.ones(x_BE.shape[1]))
+        return Interval(*np.clip([corrected - half, corrected + half, corrected], 0, most).tolist())
 
     return interval
 
@@ -147,8 +149,7 @@ def gini_interval(x_BE: Array) -> Interval:
     """
     import pandas as pd
 
-    n = x_BE.shape[1]
-    ranks_BE = pd.DataFrame(x_BE.sum(0) - x_BE).rank(axis=1).to_numpy()
+    n, ranks_BE = x_BE.shape[1], pd.DataFrame(x_BE.sum(0) - x_BE).rank(axis=1).to_numpy()
     below = float(((2 * ranks_BE - n - 1) * x_BE).sum() / (n * x_BE.sum()))
     _, above, half = jackknife(x_BE, gini)
     limits = below - WIDER * half, above + half, (below + above) / 2
@@ -172,6 +173,46 @@ def max_interval(even: float) -> Callable[[Array], Interval]:
         return Interval(max(below - WIDER * half, 1.0) + even - 1, above + half + even - 1)
 
     return interval
+
+
+def lorenz(load_E: Array) -> Array:
+    """Share of the load of the busiest expert, of the two busiest, ... of all."""
+    return np.cumsum(-np.sort(-load_E, -1), -1) / np.maximum(load_E.sum(-1, keepdims=True), 1)
+
+
+def load_noise(cells_CE: Array, labels_C: Integers, tokens: int) -> tuple[Array, Array]:
+    """Return the noise of each expert's load over an even share, and p that its load is even.
+
+    Tokens of a document are alike, so loads vary more than those of independent tokens. The noise is the
+    jackknife error of an expert's share over groups of documents, within domains; Student's quantile over the
+    normal one makes 1.96 of it half a 95 % interval. It is at least the layer's root mean square and that of
+    random routing, and p at least that of a binomial count. Both are NaN where no domain has two groups: a
+    document is not told from chance.
+
+    Parameters
+    ----------
+    cells_CE
+        Loads of groups of documents.
+    labels_C
+        The domain of each group.
+    tokens
+        Tokens of all groups.
+    """
+    size_C, load_E = cells_CE.sum(1), cells_CE.sum(0)
+    if (size_C > 0).sum() <= len(np.unique(labels_C[size_C > 0])):
+        return np.full(len(load_E), np.nan), np.full(len(load_E), np.nan)
+    from scipy.special import bdtr, bdtrc, ndtri, stdtr, stdtrit
+
+    even = load_E.mean()
+    share = min(even / tokens, 1.0)
+    tails = bdtr(load_E, tokens, share), np.where(load_E > 0, bdtrc(load_E - 1, tokens, share), 1.0)
+    ratio = jackknife_ratio(cells_CE.T, size_C, labels_C)
+    # even loads vary alike: a small own error may be luck, and would call an expert uneven
+    error_E = len(load_E) * np.maximum(ratio.error, np.sqrt((ratio.error**2).mean()))
+    student = stdtrit(ratio.degrees, TAILS[1]) / ndtri(TAILS[1])
+    z_E = divide(np.abs(load_E / even - 1), error_E)
+    p_E = np.fmax(2 * stdtr(ratio.degrees, -z_E), np.minimum(2 * np.minimum(*tails), 1.0))
+    return np.maximum(np.sqrt((1 - share) / even), student * error_E), p_E
 
 
 # --- chance levels
@@ -252,9 +293,8 @@ def random_loads(tokens: int, n_experts: int, k: int, draws: int = DRAWS, seed: 
     left[k] = tokens
     loads = np.zeros((draws, n_experts))
     for expert in range(n_experts):
-        remaining = n_experts - expert
         for r in range(1, k + 1):
-            taken = generator.binomial(left[r], min(r / remaining, 1.0))
+            taken = generator.binomial(left[r], min(r / (n_experts - expert), 1.0))
             loads[:, expert] += taken
             left[r] -= taken
             left[r - 1] += taken
@@ -272,10 +312,9 @@ def jaccard_chance(n_experts: int, k: float) -> float:
     more = k - int(k)
     sizes = [(int(k), 1 - more), (int(k) + 1, more)] if more else [(int(k), 1.0)]
     chance = 0.0
-    for a, share_a in sizes:
-        for b, share_b in sizes:
-            for shared in range(min(a, b) + 1):
-                ways = math.comb(a, shared) * math.comb(n_experts - a, b - shared)
-                share = ways / math.comb(n_experts, b)
-                chance += share_a * share_b * share * shared / max(a + b - shared, 1)
+    for (a, share_a), (b, share_b) in product(sizes, sizes):
+        for shared in range(min(a, b) + 1):
+            ways = math.comb(a, shared) * math.comb(n_experts - a, b - shared)
+            share = share_a * share_b * ways / math.comb(n_experts, b)
+            chance += share * shared / max(a + b - shared, 1)
     return chance

@@ -8,19 +8,31 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
 from moescope.routing import decision, load_balance, separation, specialisation, vocabulary
 from moescope.routing.load_balance import Setting, jaccard_chance
-from moescope.statistics import Interval
-from moescope.tables import Column
+from moescope.statistics import NOT_AVAILABLE, Interval
+from moescope.tables import Column, Reference
 from moescope.types import Array
 
 Level = Callable[[Setting], float]
 Levels = tuple[str, str, str]  # in words: worst, at chance, best
 PURPOSE = "depends on the purpose"
+CHANCE = {  # group of a metric -> what its chance level is, in figures and sentences
+    "load": "random routing",
+    "gate weight": "random routing",
+    "sums": "independent tokens",
+    "decision": "uniform router",
+    "probabilities": "even load",
+    "pairs": "random routing",
+    "router": "random rows",
+    "domains": "permuted labels",
+    "vocabulary": "permuted tokens",
+    "diagnostic": "chance",
+}
 DRAWN = "mean of 200 random routings"
 PERMUTED = "the same with tokens permuted within documents"
 UNIFORM = "for a uniform router"
@@ -65,30 +77,63 @@ class Metric:
     chance: Level = unknown
     collapse: Level = unknown
     interval: Callable[[Array], Interval] | None = None  # of load metrics, from documents' loads; None: none
-    sums: tuple[str, str] = ("", "")  # of a ratio: the tally's names of numerator and denominator
+    sums: tuple[str, str] = ("", "")  # of a ratio: names of numerator and denominator in `LayerCounts.sums`
     share: bool = False  # of tokens, slots or probability: the interval is cut at 0 and 1
     unit: str = ""
     misleads: str = ""
     title: str = ""  # in figures and tables; the name where empty
+    chance_label: str = ""  # what the chance level is; by default that of the group
+    least: Reference = 0.0  # the end of its axis
+    most: Reference = "collapse"  # drawn where it is a column
+    scale: Literal["linear", "log"] = "linear"
+    better: Literal["", "higher", "lower"] = ""
+
+    def value(self, values: Array) -> float:
+        assert self.function is not None
+        return float(self.function(values))
+
+    def row(self, setting: Setting, value: float, interval: Interval = NOT_AVAILABLE) -> dict[str, Any]:
+        return row(self.name, value, self.chance(setting), self.collapse(setting), interval)
 
     @property
     def column(self) -> Column:
-        """The words as the report's glossary shows them."""
-        words = (self.meaning, self.formula, *self.levels, self.misleads, self.title)
-        return Column("float", *words, unit=self.unit)
+        """The metric as a column of the rows that hold it: its words, references and interval."""
+        words = (self.meaning, self.formula, *self.levels, self.misleads, self.title, self.unit)
+        return Column(
+            "float",
+            *words,
+            chance="chance",
+            chance_label=self.chance_label or CHANCE[self.group],
+            noise="chance_spread",
+            least=self.least,
+            most=self.most,
+            interval=("low", "high"),
+            scale=self.scale,
+            better=self.better,
+            few="few",
+        )
+
+
+def row(
+    metric: str, value: float, chance: float, collapse: float, interval: Interval = NOT_AVAILABLE
+) -> dict[str, Any]:
+    """Return the columns of routing_layers that depend on the metric."""
+    return {"metric": metric, "value": value, "chance": chance, "collapse": collapse, **interval._asdict()}
 
 
 def load_metric(
     function: Callable[..., Any], meaning: str, formula: str, levels: Levels, **more: Any
 ) -> Metric:
-    return Metric(function.__name__, "load", meaning, formula, levels, function, **more)
+    """A metric of loads; its chance level is the mean over random routings, where none is given."""
+    usual: dict[str, Any] = {"chance": lambda setting: setting.mean_draw(function), "better": "lower"}
+    return Metric(function.__name__, "load", meaning, formula, levels, function, **usual | more)
 
 
 def decision_metric(
     function: Callable[..., Any], meaning: str, formula: str, levels: Levels, **more: Any
 ) -> Metric:
     name = function.__name__
-    return Metric(name, "decision", meaning, formula, levels, function, sums=(name, "tokens"), **more)
+    return Metric(name, "decision", meaning, formula, levels, function, sums=(name, "decided"), **more)
 
 
 LOAD = [
@@ -105,35 +150,36 @@ LOAD = [
         "− 1, 0 where that is negative. "
         + f"{SIMULATED}; 90 % where one expert of 64 has a fifth of the load.",
         title="CV",
+        scale="log",
     ),
     load_metric(
         load_balance.max_violation,
         "Excess of the busiest expert over the mean load.",
         "(max c − c̄)/c̄",
         ("n/k − 1", DRAWN, "0"),
-        chance=lambda s: s.mean_draw(load_balance.max_violation),
         collapse=lambda s: s.n_experts / s.k_at_collapse - 1,
         interval=load_balance.max_interval(even=0.0),
         misleads=LARGEST,
         title="max violation",
+        scale="log",
     ),
     load_metric(
         load_balance.max_over_mean,
         "Load of the busiest expert over the mean: max_violation + 1, as other tools print it.",
         "max c/c̄",
         ("n/k", DRAWN, "1"),
-        chance=lambda s: s.mean_draw(load_balance.max_over_mean),
         collapse=lambda s: s.n_experts / s.k_at_collapse,
         interval=load_balance.max_interval(even=1.0),
         misleads=LARGEST,
         title="max/mean",
+        unit="× mean load",
+        least=None,
     ),
     load_metric(
         load_balance.gini,
         "Gini coefficient of the loads.",
         "(n + 1 − 2 Σ cumulative shares)/n, ascending",
         ("1 − k/n", f"{DRAWN}; about cv chance × √((n − 1)/(π n))", "0"),
-        chance=lambda s: s.mean_draw(load_balance.gini),
         collapse=lambda s: 1 - s.k_at_collapse / s.n_experts,
         interval=load_balance.gini_interval,
         title="Gini",
@@ -149,27 +195,30 @@ LOAD = [
         chance=lambda s: (1 - s.k / s.n_experts) ** s.tokens,
         collapse=lambda s: 1 - s.k_at_collapse / s.n_experts,
         misleads="It falls with the length of the text by itself, so it has no interval.",
+        title="unused experts",
+        unit="share",
     ),
     load_metric(
         load_balance.min_max_ratio,
         "Load of the least busy expert over that of the busiest.",
         "min c/max c",
         ("0", DRAWN, "1"),
-        chance=lambda s: s.mean_draw(load_balance.min_max_ratio),
         collapse=lambda s: float(s.k >= s.n_experts),
         misleads="It rises with the length of the text by itself, so it has no interval.",
         title="min/max",
+        better="higher",
     ),
     load_metric(
         load_balance.load_entropy,
         "Entropy of the load shares q, in nats.",
         "−Σ q log q",
         ("log k", f"{DRAWN}; about log n − (n − k)/(2 N k)", "log n"),
-        chance=lambda s: s.mean_draw(load_balance.load_entropy),
         collapse=lambda s: float(np.log(s.k_at_collapse)),
         interval=load_balance.entropy_interval(load_balance.load_entropy),
         unit="nats",
         title="load entropy",
+        least=None,
+        better="higher",
         misleads=ENTROPY_BIASED,
     ),
     load_metric(
@@ -177,11 +226,12 @@ LOAD = [
         "Entropy of the load shares q, in bits.",
         "−Σ q log₂ q",
         ("log₂ k", "as load_entropy/log 2", "log₂ n"),
-        chance=lambda s: s.mean_draw(load_balance.load_entropy_bits),
         collapse=lambda s: float(np.log2(s.k_at_collapse)),
         interval=load_balance.entropy_interval(load_balance.load_entropy_bits),
         unit="bits",
         title="load entropy, bits",
+        least=None,
+        better="higher",
         misleads=ENTROPY_BIASED,
     ),
     load_metric(
@@ -189,10 +239,11 @@ LOAD = [
         "Entropy of the load shares over its maximum.",
         "−Σ q log q/log n",
         ("log k/log n", "as load_entropy/log n", "1"),
-        chance=lambda s: s.mean_draw(load_balance.load_entropy_share),
         collapse=lambda s: float(np.log(s.k_at_collapse) / np.log(s.n_experts)) if s.n_experts > 1 else 1.0,
         interval=load_balance.entropy_interval(load_balance.load_entropy_share),
         title="load entropy, share",
+        least=None,
+        better="higher",
         misleads=ENTROPY_BIASED,
     ),
 ]
@@ -217,6 +268,9 @@ DROPPED = Metric(
     chance=lambda s: 0.0,
     sums=("dropped", "slots"),
     share=True,
+    title="empty expert slots",
+    chance_label="unlimited capacity",
+    better="lower",
 )
 DECISION = [
     decision_metric(
@@ -228,6 +282,7 @@ DECISION = [
         collapse=lambda s: 0.0,
         unit="nats",
         title="routing entropy",
+        most=None,
         misleads="For sigmoid routers p is the sigmoids divided by their sum.",
     ),
     decision_metric(
@@ -239,6 +294,7 @@ DECISION = [
         collapse=lambda s: 0.0,
         unit="nats",
         title="chosen entropy",
+        most=None,
     ),
     decision_metric(
         decision.confidence,
@@ -289,6 +345,8 @@ BALANCING_LOSS = Metric(
     lambda s: 1.0,
     lambda s: s.n_experts / s.k_at_collapse,
     title="load-balancing loss",
+    least=None,
+    better="lower",
     misleads=(
         "Mixtral and other models train with k times this. Values below 1 exist: experts with large "
         "probabilities that are rarely chosen. `corrected` uses products of different documents only."
@@ -370,6 +428,7 @@ ROUTER = [
         lambda s: 0.0,
         lambda s: 1.0,
         title="router cosine",
+        least=None,
     ),
     Metric(
         "router_similarity_abs",
@@ -392,6 +451,7 @@ ROUTER = [
         lambda s: separation.similarity_max_chance(s.n_experts, s.d_model),
         lambda s: 1.0,
         title="router max cos",
+        least=None,
     ),
 ]
 SPECIALISATION = [
@@ -418,6 +478,7 @@ SPECIALISATION = [
         lambda s: 0.0,
         unit="nats",
         title="I(expert; domain)",
+        most=None,
     ),
     Metric(
         "token_information",
@@ -429,6 +490,7 @@ SPECIALISATION = [
         collapse=lambda s: 0.0,
         unit="nats",
         title="I(expert; token)",
+        most=None,
         misleads="From a sample; run.json states its size.",
     ),
     *(
@@ -466,7 +528,7 @@ METRICS: dict[str, Metric] = {
 
 
 def diagnostic(name: str, meaning: str, formula: str, levels: Levels, **more: Any) -> Metric:
-    return Metric(name, "diagnostic", meaning, formula, levels, **more)
+    return Metric(name, "diagnostic", meaning, formula, levels, **{"most": None, **more})
 
 
 # What a single router of the lab reports about itself in training: means over the passes of some steps. The
@@ -480,6 +542,8 @@ DIAGNOSTICS: dict[str, Metric] = {
             "max |Σₜ P − N/n|/(N/n), P Sinkhorn’s plan",
             ("n − 1: one expert has all", "the same costs without Sinkhorn: P their softmax", "0"),
             title="column error",
+            chance_label="without Sinkhorn",
+            scale="log",
             misleads=(
                 "Of the plan, before the quota: loads follow its largest entries and may be less even."
             ),
@@ -494,6 +558,8 @@ DIAGNOSTICS: dict[str, Metric] = {
                 "0, or (n − R)/(R(n − 1)) where n > R (Welch)",
             ),
             title="overlap of directions",
+            chance_label="random directions",
+            scale="log",
         ),
         diagnostic(
             "key_cosine",
@@ -501,6 +567,8 @@ DIAGNOSTICS: dict[str, Metric] = {
             "(|Σ unit keys|² − n)/(n(n − 1))",
             ("1: all keys are one", "0, give or take √(2/(n(n − 1)D))", "0, or −1/(n − 1)"),
             title="key cosine",
+            chance_label="random keys",
+            least=None,
         ),
         diagnostic(
             "key_strength",
@@ -508,17 +576,16 @@ DIAGNOSTICS: dict[str, Metric] = {
             "mean of ρ",
             ("0: no key is used", "1 until the decay begins", "1"),
             title="key strength",
+            chance_label="before the decay",
+            least=None,
         ),
         diagnostic(
             "weakened_keys",
             "SoME: share of keys that have lost strength and not yet regained it.",
             "#{ρ < 1}/n",
-            (
-                "1",
-                "0 until the decay begins, then ⌈q(n − 1)⌉/n: used keys below their quantile q",
-                "0",
-            ),
+            ("1", "0 until the decay begins, then ⌈q(n − 1)⌉/n: used keys below their quantile q", "0"),
             title="weakened keys",
+            chance_label="percentile alone",
         ),
         diagnostic(
             "bias_spread",
@@ -530,6 +597,8 @@ DIAGNOSTICS: dict[str, Metric] = {
                 "0",
             ),
             title="spread of the bias",
+            chance_label="even scores",
+            most="collapse",
             misleads="It changes by the rate in every step, so it is never quite 0.",
         ),
         diagnostic(
@@ -542,6 +611,7 @@ DIAGNOSTICS: dict[str, Metric] = {
                 "0",
             ),
             title="tokens without an expert",
+            chance_label="independent experts",
         ),
         diagnostic(
             "experts_per_token",
@@ -549,6 +619,7 @@ DIAGNOSTICS: dict[str, Metric] = {
             "Σ tokens chosen/N",
             (PURPOSE, "n p, p = capacity factor × k/n", PURPOSE),
             title="experts per token",
+            chance_label="capacity alone",
         ),
         diagnostic(
             "experts_per_token_spread",
@@ -560,6 +631,7 @@ DIAGNOSTICS: dict[str, Metric] = {
                 "0: all tokens have equally many",
             ),
             title="spread of experts per token",
+            chance_label="independent experts",
         ),
     ]
 }

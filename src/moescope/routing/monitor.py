@@ -3,30 +3,43 @@
 from __future__ import annotations
 
 import logging
+import threading
 import time
 import weakref
-from collections.abc import Callable
-from dataclasses import asdict
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import wait as wait_for
+from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
 from moescope.errors import BadInput
-from moescope.routing.monitor_capture import RouterGradients, TrainingCapture, losses_of
-from moescope.routing.monitor_run import (
-    AlertState,
-    Thresholds,
-    TrainingRun,
-    choose_folder,
-    log_scalars,
-    window_tables,
+from moescope.routing.counts import LayerCounts, is_distributed
+from moescope.routing.counts_to_tables import (
+    Corpus,
+    Row,
+    coactivation_columns,
+    join_columns,
+    layer_columns,
+    load_columns,
+    load_total_columns,
+    load_totals,
+    mark_few,
+    metric_rows,
+    separation_rows,
 )
-from moescope.routing.monitor_tally import Place, StepTally, Window, is_distributed
-from moescope.run import Run
-from moescope.types import Routing
+from moescope.routing.load_balance import cv, divide, load_entropy_share, max_over_mean, unused
+from moescope.routing.monitor_capture import RouterGradients, StepCounts, TrainingCapture, Window, losses_of
+from moescope.routing.tables import TABLES
+from moescope.run import Run, RunWriter, jsonable, open_run, read_run_json, remove_tasks, write_table
+from moescope.tables import read_parquet
+from moescope.types import Integers, Routing
 from moescope.verbs import load_verb
 
 if TYPE_CHECKING:
@@ -36,9 +49,310 @@ if TYPE_CHECKING:
 
 Scan = Callable[[nn.Module, int], dict[str, "pd.DataFrame"]]
 logger = logging.getLogger("moescope")
-FSDP_GRADIENTS = (
-    "2.12"  # of torch: before, a backward pass through FSDP besides the training's own ends the process
-)
+NO_GRADIENTS = "moescope: router gradients cannot be measured here: %s"
+# of torch: before, a backward pass through FSDP besides the training's own ends the process
+FSDP_GRADIENTS = "2.12"
+Rows = dict[str, list[Any]]  # table -> rows, or frames
+Key = tuple[int, int | None, str]  # layer, expert, kind of alert
+Alert = tuple[int | None, str, float | None, float | None, str]  # expert, kind, value, threshold, sentence
+STAGES = ("gradients", "scan", "judge", "tables", "write")
+LONG = ("load", "load_totals", "routing_layers", "coactivation")
+ALWAYS = (
+    "load",
+    "load_totals",
+    "routing_layers",
+    "steps",
+    "router_gradients",
+    "alerts",
+)  # written even without rows
+FEWEST_LOAD = 10  # expected tokens per expert below which loads raise no alert: some are unused by chance
+DOMAIN = "train"
+PERCENTILES = {
+    "cv": (50, 90),
+    "max_over_mean": (50, 90),
+    "unused": (50, 90),
+    "load_entropy_share": (10, 50),
+    "routing_entropy": (10, 50),
+    "lm_gradient_norm": (10,),
+}
+PREFIX = "moescope/"
+
+
+# --- alerts
+
+
+@dataclass(frozen=True)
+class Thresholds:
+    """Values beyond which an alert is raised."""
+
+    dead_steps: int = 500  # steps without a token for an expert
+    max_load: float = 5.0  # load of the busiest expert over the mean
+    max_unused: float = 0.3  # share of experts without a token
+    min_entropy: float = 0.1  # routing entropy in nats
+
+    def __post_init__(self) -> None:
+        for name, value in vars(self).items():
+            if not value >= 0:
+                raise BadInput(f"{name} {value}: must be a number from 0")
+        if self.dead_steps < 1:
+            raise BadInput(f"dead_steps {self.dead_steps}: must be at least 1")
+
+
+class AlertState:
+    """When each expert was last used, and the active alerts."""
+
+    def __init__(
+        self,
+        thresholds: Thresholds,
+        layers: list[int],
+        n_experts: list[int],
+        step: int,
+        certain: Iterable[int] = (),
+    ):
+        self.thresholds, self.layers = thresholds, layers
+        self.certain = set(certain)  # layers whose routers have low entropy by design
+        self.last_used_LE: Integers = np.full((len(layers), max(n_experts)), step)
+        self.active: set[Key] = set()
+
+    def state(self) -> dict[str, Any]:
+        active = sorted(self.active, key=lambda key: (key[0], -1 if key[1] is None else key[1], key[2]))
+        return {"last_used": self.last_used_LE.tolist(), "standing": active}
+
+    def restore(self, state: dict[str, Any]) -> None:
+        self.last_used_LE = np.array(state["last_used"])
+        self.active = {(layer, expert, kind) for layer, expert, kind in state["standing"]}
+
+    def new_alerts(self, window: Window, step: int) -> list[Row]:
+        """Alerts that start in this window; an active one is repeated only after a window without it."""
+        current: dict[Key, Row] = {}
+        for counts in window.layers:
+            place = {"step": step, "layer": counts.layer, "layer_name": counts.layer_name}
+            for expert, kind, value, threshold, sentence in self.layer_alerts(counts, step):
+                levels = {"expert": expert, "kind": kind, "value": value, "threshold": threshold}
+                message = f"step {step}, layer {counts.layer}: {sentence}"
+                current[counts.layer, expert, kind] = {**place, **levels, "message": message}
+        new = [row for key, row in current.items() if key not in self.active]
+        self.active = set(current)
+        return new
+
+    def layer_alerts(self, counts: LayerCounts, step: int) -> Iterator[Alert]:
+        limits, n, load_E = self.thresholds, counts.n_experts, counts.load_E
+        last_used_E = self.last_used_LE[self.layers.index(counts.layer), :n]
+        last_used_E[load_E > 0] = step
+        if not counts.tokens:
+            return
+        idle_E = step - last_used_E
+        for expert in np.flatnonzero(idle_E >= limits.dead_steps).tolist():
+            sentence = f"no token has chosen expert {expert} for {idle_E[expert]:.0f} steps"
+            yield expert, "dead", float(idle_E[expert]), float(limits.dead_steps), sentence
+        if counts.tokens * counts.k / n >= FEWEST_LOAD and load_E.sum():
+            if (busiest := float(max_over_mean(load_E))) > (limit := limits.max_load):
+                sentence = f"the busiest expert has {busiest:.3g} times the mean load (limit {limit})"
+                yield None, "max_load", busiest, limit, sentence
+            if (share := float(unused(load_E))) > (limit := limits.max_unused):
+                sentence = f"{share:.0%} of its experts have no token (limit {limit:.0%})"
+                yield None, "unused", share, limit, sentence
+        entropy = mean_entropy(counts)
+        # a single expert has entropy 0
+        if entropy < (limit := limits.min_entropy) and n > 1 and counts.layer not in self.certain:
+            sentence = f"routing entropy is {entropy:.3g} nats (limit {limit}), near certainty"
+            yield None, "entropy", entropy, limit, sentence
+        if np.isnan(counts.gate_weight_MBE).any() or (counts.sums("decided").any() and np.isnan(entropy)):
+            yield None, "nan", None, None, "gates or logits are not numbers"
+
+
+# --- the run folder
+
+
+def task_name(step: int, more: bool = False) -> str:
+    """Name of a step's task, in the order of steps; `more` for rows that follow its tables."""
+    return f"step{step:010d}" + ("-more" if more else "")
+
+
+def step_of(task: str) -> int:
+    return int(task.removeprefix("step").removesuffix("-more"))
+
+
+def choose_folder(out: str | Path | None, base: Path, stem: str, step: int, overwrite: bool) -> Path:
+    """The run folder: `out`, or the next free number; a training resumed at `step` takes the newest."""
+    if out is not None:
+        if step == 0 and not overwrite and read_run_json(Path(out)) is not None:
+            raise BadInput(f"{out}: holds a run already; give another out, or overwrite=True to replace it")
+        return Path(out)
+    names = [path.name[len(stem) + 1 :] for path in base.glob(f"{stem}-*")]
+    number = max((int(name) for name in names if name.isdecimal()), default=0)
+    return base / f"{stem}-{number if step and number else number + 1}"
+
+
+def split_tables(writer: RunWriter) -> None:
+    """Give the joined tables of a finished run back to its tasks: each has the rows up to its step."""
+    tasks = sorted(writer.done_tasks())
+    steps = [step_of(task) for task in tasks]
+    for name, table in writer.verb.tables.items():
+        joined = writer.path / f"{name}.parquet"
+        if tasks and joined.exists():
+            frame = read_parquet(str(joined))
+            task_of_row = np.searchsorted(steps, frame["step"]).clip(max=len(tasks) - 1)
+            for number, rows in frame.groupby(task_of_row):
+                write_table(table, rows, writer.path / "parts" / tasks[number] / joined.name)
+
+
+class TrainingRun:
+    """The one writer of a training's run folder, under its lock."""
+
+    def __init__(
+        self,
+        folder: Path,
+        verb: Verb,
+        identity: dict[str, Any],
+        step: int,
+        overwrite: bool,
+        command: str = "",
+    ):
+        self.stack = ExitStack()
+        opened = open_run(folder, verb, identity, overwrite, command, split_tables)
+        self.writer: RunWriter = self.stack.enter_context(opened)
+        # all keys now: two threads use the dictionary
+        self.writer.timings = {**dict.fromkeys(STAGES, 0.0), **self.writer.timings}
+        # rows of later steps are trained again
+        self.writer.remove_tasks(task for task in self.writer.done_tasks() if step_of(task) > step)
+        self.state: dict[str, Any] | None = next(reversed(self.writer.setups()), None)
+        # a disk takes longer than a step may wait
+        self.disk = ThreadPoolExecutor(max_workers=1, thread_name_prefix="moescope")
+        self.writing: Future[None] | None = None
+        self.writing_thread = 0
+
+    def flush(
+        self, step: int, rows: Rows, setup: dict[str, Any], deferred: Sequence[Callable[[], Rows]] = ()
+    ) -> None:
+        """Start writing the rows since the last flush, and those that `deferred` makes."""
+        self.wait()
+        self.writing = self.disk.submit(self.write, step, rows, setup, deferred)
+
+    def wait(self) -> None:
+        """Wait until flushed rows are on disk, where a crash cannot lose them."""
+        writing, self.writing = self.writing, None
+        try:
+            if writing is not None:
+                writing.result()
+        except Exception as error:  # a full disk, or tables that cannot be made: training must go on
+            kind = "" if isinstance(error, BadInput | OSError) else f"{type(error).__name__}: "
+            lost = f"tables could not be written and are lost: {kind}{error}"
+            logger.warning("moescope: %s", lost)
+            self.warn(lost)
+
+    def warn(self, line: str) -> None:
+        self.writer.info["warnings"] = sorted({*self.writer.info.get("warnings", []), line})
+
+    def write(
+        self, step: int, rows: Rows, setup: dict[str, Any], deferred: Sequence[Callable[[], Rows]]
+    ) -> None:
+        import pandas as pd
+
+        self.writing_thread = threading.get_ident()
+        with self.writer.timed("tables"):
+            for make in deferred:
+                for name, more in make().items():
+                    rows.setdefault(name, []).extend(more)
+        frames = {}
+        for name, parts in rows.items():
+            plain = [part for part in parts if isinstance(part, dict)]
+            made = [part for part in parts if not isinstance(part, dict)]
+            frame = pd.concat([*made, pd.DataFrame(plain)] if plain else made, ignore_index=True)
+            frames[name] = frame.sort_values(list(self.writer.verb.tables[name].keys), ignore_index=True)
+        task = task_name(step, more=task_name(step) in self.writer.done_tasks())
+        self.writer.flush_task(task, frames, jsonable({"step": step, **setup}))
+        self.writer.save_info()
+
+    def finish(self) -> Run:
+        """Join the tasks, long tables in bounded memory; their states stay in parts/ for later training."""
+        self.wait()
+        self.disk.shutdown()
+        for name, table in self.writer.verb.tables.items():
+            filled = self.writer.has(name)
+            if filled and name not in LONG:
+                write_table(table, self.writer.joined(name), self.writer.path / f"{name}.parquet")
+            elif filled or name in ALWAYS:
+                self.writer.join_streamed(name)
+        self.writer.save_info(status="done")
+        remove_tasks(self.writer.path, self.writer.verb)
+        self.stack.close()
+        return Run(self.writer.path, jsonable(self.writer.info))
+
+    def abandon(self, error: str | None = None) -> None:
+        """Leave the run as it is: interrupted, or failed with an error."""
+        # The garbage collector calls this too, in any thread. Joining the writing thread can deadlock there:
+        # a thread that is being started holds the lock that join needs. So wait for the write instead.
+        if self.writing is not None and threading.get_ident() != self.writing_thread:
+            wait_for([self.writing])
+        self.disk.shutdown(wait=False)
+        if self.writing is not None and self.writing.done():
+            self.wait()
+        with suppress(OSError, BadInput):  # the folder may be gone, the disk full
+            if self.writer.info.get("status") == "running":
+                changes = {"status": "failed", "error": error} if error else {"status": "interrupted"}
+                self.writer.save_info(**changes)
+        self.stack.close()
+
+
+# --- tables of a window of steps
+
+
+def window_tables(window: Window, routers: dict[int, Tensor | None], step: int) -> Rows:
+    """Return load, routing_layers and, where pairs are counted, coactivation of the steps up to this one."""
+    import pandas as pd
+
+    rows: list[Row] = []
+    totals: list[Row] = []
+    columns: dict[str, list[Row]] = {"load": [], "coactivation": []}
+    corpus = Corpus([DOMAIN], [0])
+    for counts in window.layers:
+        place = {"step": step, "layer": counts.layer, "layer_name": counts.layer_name}
+        columns["load"].append({**place, **load_columns(counts, corpus)})
+        totals += [{**place, **load_total_columns(counts)}] if counts.tokens else []
+        if counts.pairs_EE is not None and counts.k > 1:
+            columns["coactivation"].append({**place, **coactivation_columns(counts)})
+        rows_ED = routers[counts.layer]
+        lines = (
+            *metric_rows(counts, corpus, decisions=bool(counts.sums("decided").sum()), order=False),
+            *separation_rows(counts, None if rows_ED is None else rows_ED.double().cpu().numpy()),
+            *window.diagnostics.rows(counts.layer),
+        )
+        rows += [{**place, **layer_columns(counts), **line} for line in lines]
+    frames = {name: pd.DataFrame(join_columns(parts)) for name, parts in columns.items() if parts}
+    metrics = pd.DataFrame(rows, columns=[*TABLES["routing_layers"].columns])
+    frames |= {"load_totals": load_totals(totals), "routing_layers": mark_few(metrics)}
+    return {name: [frame] for name, frame in frames.items()}
+
+
+def log_scalars(window: Window, alerts: int, gradients: list[Row]) -> dict[str, float]:
+    """At most twelve numbers: percentiles over layers, alerts so far, a low percentile of LM gradient norms.
+
+    Numbers that were not measured since the last log are missing.
+    """
+    loads = [counts.load_E for counts in window.layers if counts.load_E.sum()]
+    values = {
+        metric.__name__: [float(metric(load_E)) for load_E in loads]
+        for metric in (cv, max_over_mean, unused, load_entropy_share)
+    }
+    decided = [counts for counts in window.layers if counts.sums("decided").any()]
+    values["routing_entropy"] = [mean_entropy(counts) for counts in decided]
+    values["lm_gradient_norm"] = [row["lm_gradient_norm"] for row in gradients]
+    scalars = {
+        f"{PREFIX}{name}_p{rank}": float(np.percentile(known, rank))
+        for name, ranks in PERCENTILES.items()
+        if (known := [value for value in values[name] if value is not None])
+        for rank in ranks
+    }
+    return {**scalars, f"{PREFIX}alerts": float(alerts)}
+
+
+def mean_entropy(counts: LayerCounts) -> float:
+    """Return the mean routing entropy; NaN where no logits were looked at."""
+    return float(divide(counts.sums("routing_entropy").sum(), counts.sums("decided").sum()))
+
+
+# --- the Monitor
 
 
 class LoopMonitor:
@@ -65,20 +379,14 @@ class LoopMonitor:
         thresholds: Thresholds | None = None,
         overwrite: bool = False,
     ):
-        for name, value, least in (
-            ("every", every, 1),
-            ("decisions_every", decisions_every, 1),
-            ("gradients_every", gradients_every, 0),
-            ("scan_every", scan_every, 0),
-        ):
-            if not isinstance(value, int) or value < least:
+        self.every, self.decisions_every = every, decisions_every
+        self.gradients_every, self.scan_every = gradients_every, scan_every
+        for name, least in (("every", 1), ("decisions_every", 1), ("gradients_every", 0), ("scan_every", 0)):
+            if not isinstance(value := getattr(self, name), int) or value < least:
                 raise BadInput(f"{name} {value}: must be a whole number from {least}")
         if scan_every and scan is None:
             raise BadInput(f"scan_every {scan_every}: no scan function; pass scan=moescope.scan_model")
-        self.out, self.overwrite = out, overwrite
-        self.every, self.decisions_every = every, decisions_every
-        self.gradients_every, self.scan_every, self.scan = gradients_every, scan_every, scan
-        self.coactivation = coactivation
+        self.out, self.overwrite, self.scan, self.coactivation = out, overwrite, scan, coactivation
         self.thresholds = thresholds or Thresholds()
         self.capture: TrainingCapture | None = None
         self.run: TrainingRun | None = None
@@ -105,29 +413,27 @@ class LoopMonitor:
         if self.capture is not None:
             raise BadInput("this Monitor already watches a model; close() it first, or make another")
         model = unwrapped(model)
-        capture = TrainingCapture(model, lambda blocks: StepTally(blocks, self.coactivation))
-        self.blocks, self.tally, self.model = capture.blocks, capture.tally, model
+        capture = TrainingCapture(model, lambda blocks: StepCounts(blocks, self.coactivation))
+        self.blocks, self.counts, self.model = capture.blocks, capture.counts, model
         self.check_sharded()
-        layers, n_experts = zip(*((block.layer, block.n_experts) for block in self.blocks), strict=True)
-        shape = {"layers": list(layers), "n_experts": list(n_experts)}
+        layers, n_experts = [block.layer for block in self.blocks], [block.n_experts for block in self.blocks]
         self.now = self.flushed = self.logged = step
         self.pulled = -1
         self.tokens, self.alerts = 0, 0
         certain = [
             block.layer for block in self.blocks if getattr(block.router, "expects_low_entropy", False)
         ]
-        self.alert_state = AlertState.start(
-            self.thresholds, shape["layers"], shape["n_experts"], step, certain
-        )
+        self.alert_state = AlertState(self.thresholds, layers, n_experts, step, certain)
         if is_first_rank():
             kind = self.blocks[0].model_type
             options = ("every", "decisions_every", "gradients_every", "scan_every", "coactivation")
-            arguments = {**{name: getattr(self, name) for name in options}, **asdict(self.thresholds)}
+            arguments = {name: getattr(self, name) for name in options} | asdict(self.thresholds)
             self.folder = choose_folder(self.out, base, stem or f"monitor-{kind}", step, self.overwrite)
             self.run = TrainingRun(
                 self.folder,
                 verb or load_verb("monitor"),
-                identity or {"arguments": arguments, "model_type": kind, **shape},
+                identity
+                or {"arguments": arguments, "model_type": kind, "layers": layers, "n_experts": n_experts},
                 step,
                 self.overwrite,
                 command or f"moescope.Monitor(out={str(self.folder)!r})",
@@ -138,15 +444,13 @@ class LoopMonitor:
                 self.alert_state.restore(self.run.state)
             warnings = []
             if capture.unchecked:
-                warnings.append(
-                    f"layers {capture.unchecked}: not checked, because dropout makes experts random"
-                )
+                warnings = [f"layers {capture.unchecked}: not checked, because dropout makes experts random"]
             if step and not self.run.state:
                 warnings.append(f"{self.folder} has no tables of the steps up to {step}")
             self.run.writer.save_info(warnings=warnings, low_entropy_expected=certain)
-        self.since_tables, self.since_log = self.window(), self.window()
-        self.buffer: dict[str, list[Any]] = {}
-        self.deferred: list[Callable[[], dict[str, list[Any]]]] = []  # tables that the writing thread makes
+        self.since_tables, self.since_log = Window(), Window()
+        self.buffer: Rows = {}
+        self.deferred: list[Callable[[], Rows]] = []  # tables that the writing thread makes
         self.recent_gradients: list[dict[str, Any]] = []
         self.losses_add_up = False  # whether the passes of a step each return their share of its loss
         self.since = time.perf_counter()
@@ -158,39 +462,34 @@ class LoopMonitor:
 
     def check_sharded(self) -> None:
         """Turn off, or reject, what needs a whole weight where FSDP2 leaves each rank a part of it."""
-        routers = any(is_sharded(weight) for block in self.blocks for weight in block.router.parameters())
-        crashes = torch.__version__ < FSDP_GRADIENTS and any(map(is_sharded, self.model.parameters()))
-        if not routers and not crashes:
-            return
-        if self.scan_every and routers:
-            raise BadInput(
-                f"scan_every {self.scan_every}: the weights are sharded; scan the checkpoints that you save"
-            )
-        if self.gradients_every and is_first_rank():
-            why = "the weights are sharded" if routers else f"FSDP with torch before {FSDP_GRADIENTS} crashes"
-            logger.warning("moescope: router gradients cannot be measured here: %s", why)
-        self.gradients_every = 0
-
-    def window(self) -> Window:
-        return Window.empty(self.tally.n_layers, self.tally.n_experts, self.coactivation)
+        why = ""
+        if any(is_sharded(weight) for block in self.blocks for weight in block.router.parameters()):
+            why = "the weights are sharded"
+            if self.scan_every:
+                raise BadInput(f"scan_every {self.scan_every}: {why}; scan the checkpoints that you save")
+        elif torch.__version__ < FSDP_GRADIENTS and any(map(is_sharded, self.model.parameters())):
+            why = f"FSDP with torch before {FSDP_GRADIENTS} crashes"
+        if why and self.gradients_every and is_first_rank():
+            logger.warning(NO_GRADIENTS, why)
+        self.gradients_every = 0 if why else self.gradients_every
 
     def prepare(self) -> None:
         """Set up what the next step measures besides counts."""
         assert self.capture is not None
         coming = self.now + 1
-        self.capture.deciding = coming % self.decisions_every == 0 or coming % self.every == 0
+        self.capture.hook_routers(coming % self.decisions_every == 0 or coming % self.every == 0)
         measuring = self.gradients_every and coming % self.gradients_every == 0
         self.gradients = RouterGradients(self.blocks) if measuring else None
 
     # --- a pass, a step
 
     def pass_ended(self, output: Any, inputs: dict[str, Any]) -> None:
-        losses = losses_of(output, getattr(self.model, "config", None)) if self.gradients else None
         self.losses_add_up = inputs.get("num_items_in_batch") is not None
         if isinstance(loss := getattr(output, "loss", None), Tensor):
             aux = getattr(output, "aux_loss", None)
             aux = aux.detach() if isinstance(aux, Tensor) else None
-            self.tally.losses.append((loss.detach().clone(), aux))  # a Trainer may scale it in place
+            self.counts.losses.append((loss.detach().clone(), aux))  # a Trainer may scale it in place
+        losses = losses_of(output, getattr(self.model, "config", None)) if self.gradients else None
         if losses is not None and torch.is_grad_enabled():
             self.measure_gradients(*losses, already_scaled=self.losses_add_up)
 
@@ -214,14 +513,12 @@ class LoopMonitor:
         """
         if self.gradients is None:
             return
-        start = time.perf_counter()
         try:
-            self.gradients.add(lm_loss, aux_loss, already_scaled)
+            with self.timed("gradients"):
+                self.gradients.add(lm_loss, aux_loss, already_scaled)
         except RuntimeError as error:  # reentrant checkpointing: training must go on
-            reason = str(error).splitlines()[0]
-            logger.warning("moescope: router gradients cannot be measured here: %s", reason)
+            logger.warning(NO_GRADIENTS, str(error).splitlines()[0])
             self.gradients, self.gradients_every = None, 0
-        self.took("gradients", start)
 
     def step(self, **facts: float | None) -> dict[str, float]:
         """Call after each optimiser step; returns numbers for a tracker every `every` steps, else nothing.
@@ -245,20 +542,17 @@ class LoopMonitor:
             self.recent_gradients = self.gradients.rows(step, self.ranks_add_up)
             self.keep("router_gradients", self.recent_gradients)
         if self.scan is not None and self.scan_every and step % self.scan_every == 0 and is_first_rank():
-            start = time.perf_counter()
-            for name, frame in self.scan(self.model, step).items():
-                self.keep(name, [frame])
-            self.took("scan", start)
+            with self.timed("scan"):
+                for name, frame in self.scan(self.model, step).items():
+                    self.keep(name, [frame])
         self.prepare()
 
     def keep(self, table: str, rows: list[Any]) -> None:
         if self.run is not None:  # the first rank writes for all
             self.buffer.setdefault(table, []).extend(rows)
 
-    def took(self, stage: str, start: float) -> None:
-        if self.run is not None:
-            timings = self.run.writer.timings
-            timings[stage] = timings.get(stage, 0.0) + time.perf_counter() - start
+    def timed(self, stage: str) -> AbstractContextManager[None]:
+        return nullcontext() if self.run is None else self.run.writer.timed(stage)
 
     # --- numbers and tables
 
@@ -267,10 +561,10 @@ class LoopMonitor:
         if self.pulled == self.now:
             return
         self.pulled = self.now
-        window = self.tally.take(next(self.model.parameters()).device)
+        window = self.counts.take(next(self.model.parameters()).device)
         self.since_tables.add(window)
         self.since_log.add(window)
-        self.tokens += int(window.tokens_L[0])
+        self.tokens += window.layers[0].tokens
 
     def numbers(self, **facts: Any) -> dict[str, float]:
         """Return the numbers since the last call, and add a row to the steps table. Collective."""
@@ -280,20 +574,18 @@ class LoopMonitor:
         world = torch.distributed.get_world_size() if is_distributed() else 1
         passes, loss, aux = window.losses
         row: dict[str, Any] = {"step": self.now, "tokens": self.tokens, "step_seconds": seconds / steps}
-        row["tokens_per_second"] = float(window.tokens_L[0]) / seconds
+        row["tokens_per_second"] = window.layers[0].tokens / seconds
         if passes:
-            per_pass = passes / world
             coefficient = getattr(getattr(self.model, "config", None), "router_aux_loss_coef", None) or 0.0
             coefficient = 1.0 if self.blocks[0].hands_out else coefficient  # weighs its losses itself
-            over = steps if self.losses_add_up else per_pass
-            over *= 1 if self.losses_add_up and self.ranks_add_up else world
+            over = steps * (1 if self.ranks_add_up else world) if self.losses_add_up else passes
             row |= {"train_loss": loss / over, "lm_loss": (loss - coefficient * aux) / over}
             row["aux_loss"] = aux / passes if aux else None
         if torch.cuda.is_available() and next(self.model.parameters()).is_cuda:
             row["peak_memory_bytes"] = torch.cuda.max_memory_allocated()
         self.keep("steps", [row | {name: value for name, value in facts.items() if value is not None}])
-        numbers = log_scalars(window, self.blocks, self.alerts, self.recent_gradients)
-        self.since_log, self.logged, self.since = self.window(), self.now, time.perf_counter()
+        numbers = log_scalars(window, self.alerts, self.recent_gradients)
+        self.since_log, self.logged, self.since = Window(), self.now, time.perf_counter()
         self.recent_gradients = []
         return numbers
 
@@ -301,44 +593,37 @@ class LoopMonitor:
         """Raise the alerts of the steps since the last tables, which a thread then makes. Collective."""
         if self.now == self.flushed:
             return
-        start = time.perf_counter()
-        self.pull()
-        window, self.since_tables = self.since_tables, self.window()
-        self.flushed = self.now
-        # copies: routers as they are now, not when the thread comes to it
-        routers = [
-            None if (rows_ED := block.rows_ED) is None else whole_copy(rows_ED) for block in self.blocks
-        ]
-        if self.run is None:
-            return
-        names = {block.layer: block.name for block in self.blocks}
-        for alert in self.alert_state.new_alerts(window, self.now, self.tally.k_L):
-            self.alerts += 1
-            logger.warning("moescope: %s", alert["message"])
-            self.keep("alerts", [{**alert, "layer_name": names[alert["layer"]]}])
-        places = [Place(block.layer, block.name, block.n_experts) for block in self.blocks]
-        self.deferred.append(
-            partial(window_tables, window, places, routers, list(self.tally.k_L), self.now, self.coactivation)
-        )
-        self.took("judge", start)
+        with self.timed("judge"):
+            self.pull()
+            window, self.since_tables = self.since_tables, Window()
+            self.flushed = self.now
+            # copies: routers as they are now, not when the thread comes to it
+            routers = {
+                block.layer: None if (rows_ED := block.rows_ED) is None else whole_copy(rows_ED)
+                for block in self.blocks
+            }
+            if self.run is None:
+                return
+            for alert in self.alert_state.new_alerts(window, self.now):
+                self.alerts += 1
+                logger.warning("moescope: %s", alert["message"])
+                self.keep("alerts", [alert])
+            self.deferred.append(partial(window_tables, window, routers, self.now))
 
     def write(self, closing: bool = False) -> None:
         """Write the tables collected so far, while training goes on."""
-        ready = self.deferred or (closing and self.buffer)
-        if self.run is None or not ready:
+        if self.run is None or not (self.deferred or (closing and self.buffer)):
             return
-        start = time.perf_counter()
         assert self.capture is not None
-        if self.capture.misfits:
-            warning = (
-                f"layers {sorted(self.capture.misfits)}: the attention mask does not fit their tokens, so "
-                "padding may be counted"
-            )
-            self.run.writer.info["warnings"] = sorted({*self.run.writer.info["warnings"], warning})
-        state = {"tokens": self.tokens, "alerts": self.alerts, **self.alert_state.state()}
-        self.run.flush(self.flushed, self.buffer, state, self.deferred)
-        self.buffer, self.deferred = {}, []
-        self.took("write", start)
+        with self.timed("write"):
+            if self.capture.misfits:
+                self.run.warn(
+                    f"layers {sorted(self.capture.misfits)}: the attention mask does not fit their tokens, "
+                    "so padding may be counted"
+                )
+            state = {"tokens": self.tokens, "alerts": self.alerts, **self.alert_state.state()}
+            self.run.flush(self.flushed, self.buffer, state, self.deferred)
+            self.buffer, self.deferred = {}, []
 
     def flush(self) -> None:
         """Write the tables up to this step now, for example when a checkpoint is saved."""
@@ -354,14 +639,10 @@ class LoopMonitor:
 
     def close(self) -> Run | None:
         """Write the rest, join the tables and remove the hooks; returns the run on the first rank."""
-        if self.capture is None:
+        if self.capture is not None:
+            self.flush()
+        if (run := self.release()) is None:
             return None
-        self.flush()
-        self.capture.__exit__(None, None, None)
-        self.capture = None
-        if self.run is None:
-            return None
-        run, self.run = self.run, None
         try:
             return run.finish()
         except BaseException as error:
@@ -370,15 +651,18 @@ class LoopMonitor:
 
     def stop(self, error: str | None = None) -> None:
         """Remove the hooks, leave the run unfinished; with an error, write the counts and mark it failed."""
-        if self.capture is None:
-            return
-        if error is not None:
+        if self.capture is not None and error is not None:
             self.flush()
-        self.capture.__exit__(None, None, None)
-        self.capture = None
-        if self.run is not None:
-            run, self.run = self.run, None
+        if (run := self.release()) is not None:
             run.abandon(error)
+
+    def release(self) -> TrainingRun | None:
+        """Remove the hooks; return the run that was written, once."""
+        if self.capture is None:
+            return None
+        self.capture.__exit__(None, None, None)
+        run, self.capture, self.run = self.run, None, None
+        return run
 
 
 def is_first_rank() -> bool:
@@ -387,13 +671,9 @@ def is_first_rank() -> bool:
 
 def unwrapped(model: nn.Module) -> nn.Module:
     """Return the model inside torch.compile's and DistributedDataParallel's wrappers."""
-    while True:
-        inner = getattr(model, "_orig_mod", None)
-        if type(model).__name__ == "DistributedDataParallel":
-            inner = model.module
-        if not isinstance(inner, nn.Module):
-            return model
-        model = inner
+    distributed = type(model).__name__ == "DistributedDataParallel"
+    inner = getattr(model, "module" if distributed else "_orig_mod", None)
+    return unwrapped(inner) if isinstance(inner, nn.Module) else model
 
 
 def is_sharded(weight: Tensor) -> bool:

@@ -1,277 +1,124 @@
-"""A trace's part of the report: summary, findings and sections of figures, tables, layers and text."""
+"""Report on traces: key numbers, findings, sections, the map and the expert pages."""
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
-import numpy as np
 import pandas as pd
 
-from moescope.plotting.style import RANDOM, UNIFORM, counted, listed, named_layers, number, span, values_of
-from moescope.reporting.pack import plain_table, table_payload
-from moescope.routing.expert_maps import expected_pairs
-from moescope.routing.figures_experts import (
-    DOMAINS,
-    MAPS,
-    NAMED_FROM,
-    SEPARATION,
-    missing_maps,
-    strongest_pair,
-)
-from moescope.routing.figures_load import LOAD, busiest, usages, with_enough_tokens
-from moescope.routing.figures_metrics import (
-    DECISIONS,
-    INDEPENDENT,
-    PERMUTED_TOKENS,
-    VOCABULARY,
-    comparable,
-    layer_range,
-    references,
-)
-from moescope.routing.figures_steps import OVER_STEPS, rows_of
-from moescope.routing.report_map import view_measures
+from moescope.plotting.marks import Mark, flags
+from moescope.plotting.style import capital, counted, listed, named_layers, number, values_of
+from moescope.reporting.findings import Number, Said, key_numbers, say_all
+from moescope.reporting.pack import plain, plain_table
+from moescope.reporting.views import drawable, shown_table
+from moescope.routing.figures import DECISION, LOAD, MAPS, SEPARATION, SPECIALISED, STEPS
 from moescope.routing.report_views import (
+    COACTIVATED,
+    CONTEXTS,
+    CONTEXTS_OF_MANY,
+    LARGE,
+    ROLES,
     TraceTables,
     View,
+    contexts_by_expert,
     layer_sections,
     load_trace,
     missing_interval,
+    ranked,
     read_excerpt,
     routing_views,
     select_rows,
     skipped_steps,
     text_payload,
+    tokens_by_expert,
 )
-from moescope.routing.tables import TRACE_TABLES
+from moescope.routing.tables import TABLES
 from moescope.run import Run
-from moescope.verb import FigureSpec, Finding, KeyNumber, Payload, Section, Selection, Summary, Tables
+from moescope.verb import (
+    Finding,
+    KeyNumber,
+    LayerCards,
+    Measure,
+    Payload,
+    Section,
+    Selection,
+    Strip,
+    Summary,
+    Tables,
+)
 
 STEPS_NAMED = 6
-DOMAINS_NAMED = 5
-EXPERTS_NAMED = 2  # per domain
-UNIFORM_SHARE = 0.99  # of a uniform router's entropy, above which routing is called uniform
 ROWS_SHOWN = 2000  # of a folded table; the run folder has all
+ENDS = "step_a == step_a.min() and step_b == step_b.max()"
+LAST_TWO = "step_a == step_a.max() and step_a > step_a.min()"
+METRICS, STABILITY = "routing_layers", "stability"
+# fmt: off
+NUMBERS = [
+    Number(METRICS, "cv", name="Worst load CV"),
+    Number(METRICS, "max_over_mean", name="Busiest expert"),
+    Number(METRICS, "unused", name="Unused experts, worst layer"),
+    Number(METRICS, "routing_entropy", pick="smallest", name="Lowest routing entropy"),
+    Number(METRICS, "domain_information", name="I(expert; domain)"),
+    Number(METRICS, "token_information", name="I(expert; token)"),
+]
+FINDINGS = [
+    Said(METRICS, "cv", text="Load balance: worst in {place}, CV {value}{interval} ({chance}). All layers: {span}.", figure="balance_by_layer"),
+    Said("domains", "affinity", where="low == low", only="beyond", pick="largest", group="domain", text="Domain experts, times the mean domain's use: {groups} ({chance}; one of 40 lies above by chance).", otherwise="Domain experts: no domain uses an expert beyond chance more than the others do ({chance}).", tab="overview", colour="domain_affinity"),
+    Said("load_totals", "times_even", where="times_even_noise != times_even_noise", pick="largest", text="Busiest expert: {place}, {value} times an even share (without documents not judged).", tab="overview", colour="load"),
+    Said("load_totals", "times_even", where="times_even_noise == times_even_noise", only="claimed", pick="largest", text="Uneven load: {count} of {total} experts are beyond chance; most {place}, {value} times an even share.", otherwise="Uneven load: none of {total} experts is beyond chance ({span} times an even share).", tab="overview", colour="load"),
+    Said("load_totals", "tokens", only="unused", text="Unused experts: {count} of {total} got no token: {rows}.", otherwise="All {total} experts got tokens.", tab="overview", colour="load"),
+    Said(METRICS, "dropped", where="value > 0", text="Expert capacity was exceeded: in {place} a share of {value} of the expert slots is empty ({chance}).", figure="balance_by_layer"),
+    Said(METRICS, "routing_entropy", pick="smallest", text="Routing entropy: {span} nats, lowest in {place} ({chance}).", figure="decisions_by_layer"),
+    Said(METRICS, "confidence", pick="largest", text="Mean top-1 probability: {span}, highest in {place} ({chance}).", figure="decisions_by_layer"),
+    Said("coactivation", "over", where="expert_a < expert_b", pick="largest", text="Most co-activated: {place}, {value} times chance (largest of a layer's pairs by chance: about {largest_by_chance}).", figure="coactivation_heatmap"),
+    Said(METRICS, "domain_information", where="low == low", only="beyond", text="Domain specialisation: highest in {place}, I(expert; domain) = {value}{interval} nats ({chance}).", otherwise="Domain specialisation: no layer is distinguishable from chance, I(expert; domain) = {span} nats ({chance}).", figure="specialisation_by_layer"),
+    Said(METRICS, "domain_information", where="low != low", text="Domain specialisation: highest in {place}, I(expert; domain) = {value} nats, no interval ({chance}).", figure="specialisation_by_layer"),
+    Said(METRICS, "token_information", text="Token specialisation: highest in {place}, I(expert; token) = {value} nats ({chance}).", figure="specialisation_by_layer"),
+    Said(METRICS, "sequential_consistency", text="Adjacent tokens share their top expert most often in {place}: {value}{interval} ({chance}).", figure="sequence_by_layer"),
+]
+OVER_STEPS = [
+    Said(METRICS, "cv", text="Load balance over steps: mean CV {first} to {last} ({chance}).", figure="balance_by_step"),
+    Said(STABILITY, "routing_consistency_corrected", where=ENDS, pick="smallest", text="Routing consistency of steps {step_a} and {step_b}: {span} beyond chance, lowest in {place} ({chance}).", figure="consistency_matrix"),
+    Said(STABILITY, "routing_consistency_corrected", where=LAST_TWO, pick="smallest", text="Routing consistency of the last two steps, {step_a} and {step_b}: {span} beyond chance, lowest in {place} ({chance}).", figure="consistency_matrix"),
+    Said(STABILITY, "kendall_tau", where=ENDS, only="tau_is_noise", text="In {count} of {total} layers loads are so even that the order of experts by usage is noise.", figure="consistency_matrix"),
+]
+# fmt: on
 
-# --- findings
+
+def few_tokens(view: View) -> list[str]:
+    """Which layers have too few tokens to be compared with the others."""
+    rows = values_of(view.tables, "cv")
+    few = rows[flags(rows["few"])] if len(rows) else rows
+    if few.empty:
+        return []
+    most = counted(int(few["tokens"].max()), "token")
+    return [Finding(f"Not compared: {named_layers(few['layer'])}, with at most {most}.", tab="routing")]
 
 
-def with_interval(row: pd.Series) -> str:
-    """ "0.31 [0.28, 0.34]", "0.31 (corrected for few documents 0.27 [0.24, 0.3])", or the value alone."""
-    ends = f" [{number(row['low'])}, {number(row['high'])}]" if pd.notna(row["low"]) else ""
-    if pd.notna(row["corrected"]):
-        return f"{number(row['value'])} (corrected for few documents: {number(row['corrected'])}{ends})"
-    return f"{number(row['value'])}{ends}"
-
-
-def highest(rows: pd.DataFrame) -> pd.Series:
-    """The row of the layer with the largest value, of those with enough tokens."""
-    rows = comparable(rows)
-    return rows.loc[rows["value"].idxmax()]
-
-
-def few_tokens(rows: pd.DataFrame) -> str:
-    """ " Not compared: layer 47, with at most 1 token."; empty where all layers have enough."""
-    few = rows.drop(comparable(rows).index)
-    most = counted(int(few["tokens"].max()), "token") if len(few) else ""
-    return f" Not compared: {named_layers(few['layer'])}, with at most {most}." if len(few) else ""
+def unknown_domains(view: View) -> list[str]:
+    """The experts of each domain where affinities have no interval, and why."""
+    rows = view.tables.get("domains", pd.DataFrame())
+    if rows.empty or rows["low"].notna().any():
+        return []
+    why = missing_interval(view).replace("{", "{{").replace("}", "}}")
+    text = f"Domain experts, times the mean domain's use: {{groups}} ({{chance}}; {why})."
+    spec = Said("domains", "affinity", pick="largest", group="domain", text=text, figure="affinity_heatmap")
+    return say_all([spec], view.tables, TABLES)
 
 
 def routing_findings(view: View) -> list[str]:
     """The view's findings, most important first; what a trace does not hold is skipped."""
-    tables = view.tables
-    findings = load_findings(view)
-    findings[1:1] = domain_findings(view)
-    if len(rows := values_of(tables, "routing_entropy")):
-        line = f"Routing entropy (nats) {layer_range(rows)}; {references(rows, UNIFORM)}."
-        if len(top := values_of(tables, "confidence")):
-            line += f" Mean top-1 probability: {span(top['value'])} ({UNIFORM}: {span(top['chance'])})."
-        findings.append(Finding(line, figure="routing_entropy_by_layer"))
-    findings += pair_findings(view)
-    if len(rows := values_of(tables, "domain_information")):
-        limits = f"permuted labels: 0, at most {number(np.log(tables['load']['domain'].nunique()))}"
-        top = highest(specialised_layers(rows))
-        text = f"highest in layer {top['layer']}, I(expert; domain) = {with_interval(top)} nats ({limits})."
-        place: dict[str, Any] = {"layer": int(top["layer"])}
-        if rows["low"].notna().any() and not top["low"] > 0:
-            text = (
-                f"no layer is distinguishable from chance, I(expert; domain) = {span(rows['value'])} nats, "
-                f"and no interval lies above 0 ({limits})."
-            )
-            place = {}
-        figure = "domain_information_by_layer"
-        findings.append(Finding(f"Domain specialisation: {text}", figure=figure, **place))
-    if len(rows := values_of(tables, "token_information")):
-        top = highest(rows)
-        findings.append(
-            Finding(
-                f"Token specialisation: highest in layer {top['layer']}, I(expert; token) = "
-                f"{number(top['value'])} nats ({PERMUTED_TOKENS}: {number(top['chance'])}).",
-                figure="token_information_by_layer",
-                layer=int(top["layer"]),
-            )
-        )
-    if len(rows := values_of(tables, "sequential_consistency")):
-        top = highest(rows)
-        findings.append(
-            Finding(
-                f"Adjacent tokens share their top expert most often in layer {top['layer']}: "
-                f"{with_interval(top)}; {references(rows[rows['layer'] == top['layer']], INDEPENDENT)}.",
-                figure="sequence_by_layer",
-                layer=int(top["layer"]),
-            )
-        )
+    findings = say_all(FINDINGS, view.tables, TABLES)
+    findings[1:1] = [*few_tokens(view), *unknown_domains(view)]
     return findings
-
-
-def specialised_layers(rows: pd.DataFrame) -> pd.DataFrame:
-    """The layers whose I(expert; domain) has an interval above 0; all layers if there is none."""
-    return rows[rows["low"] > 0] if (rows["low"] > 0).any() else rows
-
-
-def domain_findings(view: View) -> list[str]:
-    """One sentence: the experts of highest affinity of the domains that have the highest."""
-    rows = view.tables.get("domains", pd.DataFrame())
-    if rows.empty or rows["domain"].nunique() < 2:
-        return []
-    known = bool(rows["low"].notna().any())
-    enough = rows["low"] > 1 if known else rows["tokens"] >= NAMED_FROM * rows["affinity"]
-    ranked = rows[enough & rows["affinity"].notna()].sort_values("affinity", ascending=False, kind="stable")
-    domains = [*ranked["domain"].unique()]
-    domains += [name for name in rows["domain"].unique() if name not in domains]
-    parts = []
-    for domain in domains[:DOMAINS_NAMED]:
-        experts = [
-            f"L{row.layer} E{row.expert} {number(row.affinity)}"
-            + (f" [{number(row.low)}, {number(row.high)}]" if known else "")
-            for row in ranked[ranked["domain"] == domain].head(EXPERTS_NAMED).itertuples()
-        ]
-        nobody = "none beyond chance" if known else "too few tokens"
-        parts.append(f"{domain} {listed(experts) if experts else nobody}")
-    if len(domains) > DOMAINS_NAMED:
-        parts.append(f"{counted(len(domains) - DOMAINS_NAMED, 'more domain')} on the map")
-    doubt = "one of 40 intervals lies above 1 by chance" if known else missing_interval(view)
-    place = {"domain": domains[0]}
-    if len(ranked):
-        place |= {"layer": int(ranked["layer"].iloc[0]), "expert": int(ranked["expert"].iloc[0])}
-    text = (
-        f"Experts by domain: {'; '.join(parts)}; times the mean domain's use (1 if a domain uses an expert "
-        f"like the others; {doubt})."
-    )
-    return [Finding(text, tab="overview", colour="domain_affinity", **place)]
-
-
-def load_findings(view: View) -> list[str]:
-    tables = view.tables
-    findings: list[str] = []
-    if len(rows := values_of(tables, "cv")):
-        top = highest(rows)
-        findings.append(
-            Finding(
-                f"Load balance: worst in layer {top['layer']}, CV {with_interval(top)}; "
-                f"{references(rows[rows['layer'] == top['layer']], RANDOM)}. "
-                f"All layers: {span(comparable(rows)['value'])}.{few_tokens(rows)}",
-                figure="cv_by_layer",
-                layer=int(top["layer"]),
-            )
-        )
-    if loads := [usage for usage in usages(tables) if usage.even]:
-        busy = busiest(loads)
-        chance = values_of(tables, "max_over_mean").set_index("layer")["chance"].get(busy.layer)
-        findings.append(
-            Finding(
-                f"The busiest expert is {busy.experts[busy.counts.argmax()]} of layer {busy.layer}, with "
-                f"{number(busy.times.max())} times an even share"
-                + ("." if chance is None else f" ({RANDOM}: {number(chance)})."),
-                tab="overview",
-                layer=busy.layer,
-                expert=int(busy.experts[busy.counts.argmax()]),
-                colour="load",
-            )
-        )
-        unused = {usage.layer: int((usage.counts == 0).sum()) for usage in loads}
-        worst = max((usage.layer for usage in with_enough_tokens(loads)), key=lambda layer: unused[layer])
-        at_chance = values_of(tables, "unused").set_index("layer")["chance"].get(worst, np.nan)
-        chance = f"{RANDOM}: {small_share(at_chance)}"
-        total = sum(len(usage.counts) for usage in loads)
-        text = f"All {total:,} experts got tokens (unused with {chance})."
-        place: dict[str, Any] = {"tab": "overview", "colour": "load"}
-        if any(unused.values()):
-            text = (
-                f"{counted(sum(unused.values()), 'expert')} of {total:,} got no token, most in layer {worst} "
-                f"({unused[worst]}; {chance})."
-            )
-            place["layer"] = int(worst)
-        findings.append(Finding(text, **place))
-    if len(rows := values_of(tables, "dropped")) and rows["value"].max() > 0:
-        top = highest(rows)
-        findings.append(
-            Finding(
-                f"Expert capacity was exceeded: in layer {top['layer']} {number(100 * top['value'])} % of "
-                "the expert slots are empty (0 without capacity).",
-                section="load",
-                layer=int(top["layer"]),
-            )
-        )
-    return findings
-
-
-def small_share(share: float) -> str:
-    """ "3.2 %"; what would round to nothing is "below 0.1 %"."""
-    return f"{number(100 * share)} %" if share >= 0.001 or not share else "below 0.1 %"
-
-
-def pair_findings(view: View) -> list[str]:
-    if not len(view.tables.get("coactivation", ())) or not len(values_of(view.tables, "expert_overlap")):
-        return []
-    pairs = expected_pairs(view.tables["coactivation"]).groupby("layer")
-    strongest = {layer: pair for layer, rows in pairs if (pair := strongest_pair(rows))}
-    if not strongest:
-        return []
-    layer = max(strongest, key=lambda layer: strongest[layer].over)
-    top = strongest[layer]
-    text = (
-        f"Most co-activated: experts {top.a} and {top.b} of layer {layer}, {number(top.over)} times chance "
-        f"(the largest of a layer's pairs reaches about {number(top.at_chance)} at chance)."
-    )
-    return [Finding(text, figure="coactivation_heatmap", layer=int(layer))]
 
 
 def step_findings(trace: TraceTables) -> list[str]:
     """Changes over the steps: load balance and consistency of routing; empty for one step."""
-    stability, steps = trace.tables["stability"], trace.steps
-    if len(steps) < 2:
-        return []
-    means = rows_of(trace.in_main_phase(), "cv").groupby("step")[["value", "chance"]].mean()
-    text = (
-        f"Load balance from step {steps[0]} to step {steps[-1]}: mean CV {number(means['value'].iloc[0])} to "
-        f"{number(means['value'].iloc[-1])} ({RANDOM}: {number(means['chance'].mean())})."
-    )
-    findings: list[str] = [Finding(text, figure="cv_by_step")]
-    if stability.empty:
-        return findings
-    first = between_steps(stability, steps[0], steps[-1])
-    least = first.loc[first["routing_consistency_corrected"].idxmin()]
-    line = (
-        f"Routing consistency between steps {steps[0]} and {steps[-1]}: {consistency(first)} (0), lowest in "
-        f"layer {least['layer']} ({number(least['routing_consistency_corrected'])})"
-    )
-    if len(steps) > 2:
-        final = between_steps(stability, steps[-2], steps[-1])
-        line += f"; between steps {steps[-2]} and {steps[-1]}: {consistency(final)}"
-    findings.append(Finding(f"{line}.", figure="consistency_matrix", layer=int(least["layer"])))
-    if noisy := int(first["tau_is_noise"].astype(bool).sum()):
-        text = f"In {counted(noisy, 'layer')} loads are so even that the order of experts by usage is noise."
-        findings.append(Finding(text, figure="consistency_matrix"))
-    return findings
-
-
-def between_steps(stability: pd.DataFrame, a: int, b: int) -> pd.DataFrame:
-    return stability[(stability["step_a"] == a) & (stability["step_b"] == b)]
-
-
-def consistency(rows: pd.DataFrame) -> str:
-    share, beyond = (rows[name].mean() for name in ("routing_consistency", "routing_consistency_corrected"))
-    return f"{number(100 * share)} % of the experts, {number(beyond)} beyond chance"
+    return say_all(OVER_STEPS, trace.in_main_phase(), TABLES) if len(trace.steps) > 1 else []
 
 
 def trace_findings(trace: TraceTables) -> list[str]:
@@ -305,49 +152,15 @@ def summary(run: Run) -> Summary:
         for view in views
     ]
     notices = [text_notice(trace)] if text_notice(trace) else []
-    others = {view.label: (key_numbers(view), routing_findings(view)) for view in views[:-1]}
-    return Summary(coverage, trace_findings(trace), key_numbers(views[-1]), glance, notices, views=others)
+    others = {view.label: (view_numbers(view), routing_findings(view)) for view in views[:-1]}
+    return Summary(coverage, trace_findings(trace), view_numbers(views[-1]), glance, notices, views=others)
 
 
-def key_numbers(view: View) -> list[KeyNumber]:
-    """Largest value over layers with the chance level of that layer; entropy and confidence are means."""
-    keys = []
-    load = next(view_measures(view)).frame
-    uneven = set(load.loc[load["beyond"].astype(bool), "layer"])
-    for name, metric, unit in (
-        ("Worst load CV", "cv", ""),
-        ("Busiest expert", "max_over_mean", "× mean load"),
-        ("Unused experts, worst layer", "unused", "of its experts"),
-        ("I(expert; domain)", "domain_information", "nats"),
-        ("I(expert; token)", "token_information", "nats"),
-    ):
-        if len(rows := values_of(view.tables, metric)):
-            top = highest(specialised_layers(rows) if metric == "domain_information" else rows)
-            chance, most = (
-                float(top[end]) if np.isfinite(top[end]) else None for end in ("chance", "collapse")
-            )
-            if metric == "domain_information":
-                most = float(np.log(view.tables["load"]["domain"].nunique()))
-            word, where = metric_word(metric, top, uneven), f"layer {top['layer']}"
-            word = word if word == "all used" else ", ".join(filter(None, [word, where]))
-            keys.append(KeyNumber(name, float(top["value"]), chance, unit, word, most=most))
-    if len(rows := values_of(view.tables, "routing_entropy")):
-        mean, uniform = rows[["value", "chance"]].mean()
-        word = "uniform" if mean > UNIFORM_SHARE * uniform else "selective"
-        keys.insert(3, KeyNumber("Mean routing entropy", float(mean), float(uniform), "nats", word))
-    return keys[:6]
-
-
-def metric_word(metric: str, row: pd.Series, uneven: set[int]) -> str:
-    """One word for a layer's value: of load by the map's test of every expert, else by its interval."""
-    if metric in ("cv", "max_over_mean"):
-        return "uneven" if row["layer"] in uneven else "balanced"
-    if metric == "unused":
-        return "all used" if row["value"] == 0 else "at chance" if row["value"] <= row["chance"] else "unused"
-    chance = 0.0 if metric == "domain_information" else row["chance"]
-    if pd.isna(row["low"]):
-        return ""
-    return "specialised" if row["low"] > chance else "at chance"
+def view_numbers(view: View) -> list[KeyNumber]:
+    """The key numbers; information on domains is at most the log of their number."""
+    most = math.log(view.tables["load"]["domain"].nunique())
+    keys = key_numbers(NUMBERS, view.tables, TABLES)
+    return [replace(key, most=most) if key.name == "I(expert; domain)" else key for key in keys]
 
 
 def text_notice(trace: TraceTables) -> str:
@@ -365,8 +178,8 @@ def text_notice(trace: TraceTables) -> str:
 
 # --- sections
 
-# name, heading, figures, introduction, why the first figure may be missing
-SECTIONS: list[tuple[str, str, list[FigureSpec], str, str]] = [
+# anchor, heading, figures, introduction, why the first figure may be missing
+SECTIONS: list[tuple[str, str, list[Mark], str, str]] = [
     (
         "load",
         "Load balance",
@@ -374,12 +187,12 @@ SECTIONS: list[tuple[str, str, list[FigureSpec], str, str]] = [
         "Tokens per expert. The chance level is balanced random routing of as many tokens; text lies above "
         "it even for a balanced router, because adjacent tokens are alike. At collapse every token goes to "
         "the same k experts.",
-        "",
+        "trace again with --overwrite",
     ),
     (
         "decisions",
         "Routing decisions",
-        DECISIONS,
+        DECISION,
         "How certain the router is per token. A uniform router has entropy log n; a collapsed one gives "
         "every token the same answer.",
         "this trace holds no logits",
@@ -392,30 +205,14 @@ SECTIONS: list[tuple[str, str, list[FigureSpec], str, str]] = [
         "is below 1, because the experts of one token differ.",
         "each token chooses one expert, and no router rows are known",
     ),
-    (
-        "maps",
-        "Maps of experts",
-        MAPS,
-        "Experts of a layer by router rows, co-activation and mean outputs; sized by load, coloured by "
-        "domain. Axes have no unit, and layers cannot be compared. PCA preserves large distances, t-SNE "
-        "and UMAP neighbourhoods; gaps between their groups mean little.",
-        "",
-    ),
+    ("maps", "Maps of experts", MAPS, "Experts of a layer by router rows, co-activation and outputs.", ""),
     (
         "domains",
-        "Domain specialisation",
-        DOMAINS,
-        "Whether experts specialise on kinds of text. The chance level comes from permuted document labels; "
-        "it is not zero for few documents.",
+        "Specialisation",
+        SPECIALISED,
+        "Whether experts specialise on kinds of text or on single tokens. Chance levels come from permuted "
+        "document labels and from tokens permuted within documents; they are not zero for few documents.",
         "the text was read as one domain; name several with --domain NAME=PATH",
-    ),
-    (
-        "vocabulary",
-        "Token specialisation",
-        VOCABULARY,
-        "Whether the token itself decides: held-out information. The chance level comes from tokens permuted "
-        "within documents.",
-        "this trace holds no token ids",
     ),
 ]
 # section -> (table, its title, the column whose largest values come first)
@@ -424,15 +221,15 @@ FOLDED = {
     "separation": ("coactivation", "Pairs of experts", "lift"),
     "domains": ("domains", "Domains of every expert", "affinity"),
 }
-GLANCE = [  # metric, title; its chance level follows
-    ("cv", "CV"),
-    ("max_over_mean", "max/mean"),
-    ("unused", "unused"),
-    ("routing_entropy", "entropy"),
-    ("confidence", "confidence"),
-    ("domain_information", "I(domain)"),
-    ("token_information", "I(token)"),
-]
+GLANCE = (  # metrics; the chance level follows each
+    *("cv", "max_over_mean", "unused", "routing_entropy"),
+    *("confidence", "domain_information", "token_information"),
+)
+MISSING_MAPS = {
+    "router": "No map of router rows: the router has no rows, or the trace is recorded.",
+    "coactivation": "No map of co-activation: each token chooses one expert.",
+    "outputs": "No map of mean outputs: a model of the lab and a recorded trace hold none.",
+}
 
 
 def sections(run: Run, selection: Selection) -> list[Section]:
@@ -453,13 +250,14 @@ def view_sections(view: View) -> list[Section]:
         findings = routing_findings(view)
         parts.append(Section("findings", "Findings of this view", findings=findings, view=view.label))
     for name, title, specs, text, missing in SECTIONS:
-        usable = [spec for spec in specs if spec.can_draw(view.tables)]
+        figures = drawable(specs, view.tables)
         why = missing if view.main else "recorded for the other phase only"
-        words = "" if specs[0] in usable else f" Not available: {why}."
+        words = "" if specs[0].can_draw(view.tables) else f" Not available: {why}."
         if name == "maps" and view.main:
-            words = "".join(f" {sentence}" for sentence in missing_maps(view.tables))
-        figures = [(spec, view.tables) for spec in usable]
-        tables = folded_tables(name, view.tables) if usable else []
+            words = f" {' '.join(missing_maps(view.tables))}"
+        if name == "domains" and view.main and values_of(view.tables, "token_information").empty:
+            words += " No token specialisation: this trace holds no token ids."
+        tables = folded_tables(name, view.tables) if figures else []
         parts.append(Section(name, title, text + words, figures, tables, view=view.label))
     parts += layer_sections(view)
     excerpt = read_excerpt(view)
@@ -469,26 +267,35 @@ def view_sections(view: View) -> list[Section]:
     return parts
 
 
+def missing_maps(tables: Tables) -> list[str]:
+    """Sentences on the maps that a trace does not hold, and how to make them."""
+    maps = tables["maps"]
+    if maps.empty:
+        return ["No maps in this trace: repeat its command with --overwrite to make them."]
+    missing = [words for of, words in MISSING_MAPS.items() if of not in set(maps["of"])]
+    if "umap" not in set(maps["method"]):
+        missing.append("t-SNE and UMAP on request, drawn from 30 experts on: trace --maps umap.")
+    return missing
+
+
 def folded_tables(section: str, tables: Tables) -> list[Payload]:
     """The section's table below its figures, largest values first, at most 2,000 rows."""
-    if section not in FOLDED:
-        return []
-    name, title, largest = FOLDED[section]
+    name, title, largest = FOLDED.get(section, ("", "", ""))
     rows = tables.get(name, pd.DataFrame())
     if rows.empty:
         return []
     few = rows.sort_values(largest, ascending=False, kind="stable").head(ROWS_SHOWN)
     title += f" (the {ROWS_SHOWN:,} largest of {len(rows):,})" if len(few) < len(rows) else ""
-    table = TRACE_TABLES[name]
-    columns = [column for column in table.columns if column not in ("step", "layer_name", "phase")]
-    return [table_payload(table, few, columns, title)]
+    columns = [column for column in rows if column not in ("step", "layer_name", "phase")]
+    return [shown_table(TABLES[name], few, columns, title)]
 
 
 def glance_table(view: View) -> Payload:
     """One row per layer: load, decisions, domains and tokens with chance levels, without empty columns."""
     heads, values = [("layer", "layer", "int")], []
-    for metric, title in GLANCE:
+    for metric in GLANCE:
         rows = values_of(view.tables, metric).set_index("layer")
+        title = TABLES[METRICS].label(metric)
         for column, entry, head in (("value", metric, title), ("chance", "routing_layers.chance", "chance")):
             if rows[column].notna().any():
                 values.append(rows[column])
@@ -502,12 +309,11 @@ def step_sections(trace: TraceTables) -> list[Section]:
     if len(trace.steps) < 2:
         return []
     tables = trace.in_main_phase()
-    table, rows = TRACE_TABLES["stability"], tables["stability"].head(ROWS_SHOWN)
+    table, rows = TABLES[STABILITY], tables[STABILITY].head(ROWS_SHOWN)
     columns = [column for column in table.columns if column != "layer_name"]
-    folded = [table_payload(table, rows, columns, "Every two steps in every layer")] if len(rows) else []
-    figures = [(spec, tables) for spec in OVER_STEPS if spec.can_draw(tables)]
+    folded = [shown_table(table, rows, columns, "Every two steps in every layer")] if len(rows) else []
     text = "All steps of the trace. Consistency compares two checkpoints on the same tokens."
-    return [Section("steps", "Routing over steps", text, figures, folded)]
+    return [Section("steps", "Routing over steps", text, drawable(STEPS, tables), folded)]
 
 
 def select(run: Run, selection: Selection) -> Tables:
@@ -520,7 +326,7 @@ def select(run: Run, selection: Selection) -> Tables:
     phase = selection.values.get("phase", trace.phases[0])
     rest = Selection({key: value for key, value in selection.values.items() if key not in ("step", "phase")})
     tables = {name: rest.rows(select_rows(frame, step, phase)) for name, frame in trace.tables.items()}
-    for name in ("load", "routing_layers"):
+    for name in ("load_totals", METRICS):
         rows = trace.tables[name]
         tables[f"{name} of all steps"] = rest.rows(rows[rows["phase"] == phase])
     return tables
@@ -572,3 +378,121 @@ def cut_documents(run: Run) -> list[str]:
             "of each document were read, and no further documents."
         )
     return list(dict.fromkeys(lines))
+
+
+# --- the map
+
+STRIPS = (  # metric, title, measure that it is about
+    ("cv", "load CV", "load"),
+    ("routing_entropy", "routing entropy", ""),
+    ("domain_information", "I(domain)", "domain_affinity"),
+)
+
+
+def measures(run: Run) -> list[Measure]:
+    """Load first, then gate weight, affinity per domain and the strongest co-activation, for every view."""
+    return [measure for view in routing_views(load_trace(run)) for measure in view_measures(view)]
+
+
+def view_measures(view: View) -> Iterator[Measure]:
+    def measure(
+        name: str, title: str, table: str, column: str, rows: pd.DataFrame, caption: str, domain: str = ""
+    ) -> Measure:
+        frame = rows.rename(columns={column: "value"}).assign(chance=1.0)
+        known = ("layer", "expert", "value", "chance", "low", "high", "noise", "beyond", "cluster")
+        unit = TABLES[table].quantity(column).unit
+        columns = [name for name in known if name in frame]
+        return Measure(name, title, frame[columns], unit, caption, 1.0, True, (0.25, 4.0), view.label, domain)
+
+    load = view.tables["load_totals"]
+    if len(load):
+        rows = load.rename(columns={"times_even_noise": "noise", "claimed": "beyond"})
+        if len(pairs := view.tables.get("coactivation", ())):
+            places = pairs.drop_duplicates(["layer", "expert_a"]).set_index(["layer", "expert_a"])["place_a"]
+            rows = rows.join(places.rename("cluster"), on=["layer", "expert"])
+        caption = (
+            "Tokens per expert, as multiples of an even share. Beyond chance: unlike an even share, beyond "
+            "the noise over documents, Holm-corrected over all experts."
+        )
+        yield measure("load", "Load per expert", "load_totals", "times_even", rows, caption)
+    if load["gate_times_even"].notna().any():
+        caption = "Sum of an expert's gate weights, as a multiple of the layer's mean."
+        yield measure(
+            "gate_weight", "Share of routing weight", "load_totals", "gate_times_even", load, caption
+        )
+    domains = view.tables.get("domains", pd.DataFrame())
+    for domain, rows in domains.groupby("domain") if len(domains) else ():
+        outside = (rows["low"] > 1) | (rows["high"] < 1)
+        rows = rows.assign(beyond=outside.astype(float).where(rows["low"].notna()))
+        words = "Beyond chance: the 95 % interval over documents misses 1, as one of 20 does by chance."
+        if rows["low"].isna().all():
+            words = f"{capital(missing_interval(view))}."
+        caption = f"How much more often {domain} uses an expert than the mean of all domains. {words}"
+        title = f"Domain affinity: {domain}"
+        yield measure("domain_affinity", title, "domains", "affinity", rows, caption, str(domain))
+    if len(pairs := common_pairs(view.tables.get("coactivation"))):
+        top = pairs.groupby(["layer", "expert_a"])["over"].max().rename_axis(["layer", "expert"])
+        caption = "The most frequent partner of each expert, as a multiple of its expected count."
+        yield measure(
+            "coactivation", "Strongest co-activation", "coactivation", "over", top.reset_index(), caption
+        )
+
+
+def common_pairs(pairs: pd.DataFrame | None) -> pd.DataFrame:
+    """The pairs of experts with enough expected tokens."""
+    if pairs is None or pairs.empty:
+        return pd.DataFrame()
+    return pairs[~flags(pairs["few"]) & pairs["over"].notna()]
+
+
+def strips(run: Run) -> list[Strip]:
+    found = []
+    for view in routing_views(load_trace(run)):
+        for metric, title, measure in STRIPS:
+            if len(rows := values_of(view.tables, metric)):
+                found.append(Strip(metric, title, rows[["layer", "value", "chance"]], view.label, measure))
+    return found
+
+
+# --- expert pages
+
+
+def experts(run: Run) -> Iterator[LayerCards]:
+    """Domains, co-activated experts, tokens and contexts of every expert, layer by layer."""
+    for view in routing_views(load_trace(run)):
+        many = len(view.tables["load"][["layer", "expert"]].drop_duplicates()) >= LARGE
+        grouped = {
+            name: dict(tuple(frame.groupby("layer")))
+            for name, frame in view.tables.items()
+            if name in ("domains", "coactivation", "vocabulary", "contexts", "load")
+        }
+        for layer in view.layers:
+            rows = {name: groups[layer] for name, groups in grouped.items() if layer in groups}
+            cards = layer_cards(rows, CONTEXTS_OF_MANY if many else CONTEXTS, view)
+            yield LayerCards(layer, cards, view.label)
+
+
+def layer_cards(rows: dict[str, pd.DataFrame], most: int, view: View) -> dict[int, list[Payload]]:
+    blocks: dict[int, list[Payload]] = {}
+
+    def add(expert: int, kind: str, title: str, content: list[Any], **more: object) -> None:
+        if content:
+            blocks.setdefault(int(expert), []).append({"kind": kind, "title": title, "rows": content, **more})
+
+    domains = rows.get("domains")
+    if domains is not None and domains["domain"].nunique() > 1:
+        columns = ["domain", "affinity", "low", "high"]
+        ordered = domains.sort_values("affinity", ascending=False)
+        for expert, frame in ordered.groupby("expert"):
+            note = {"note": missing_interval(view)} if frame["low"].isna().any() else {}
+            cells = plain(frame[columns].to_numpy(object).tolist())
+            add(expert, "bars", "Domain affinity", cells, middle=1, **note)
+    pairs = common_pairs(rows.get("coactivation"))
+    for expert, partners in ranked(pairs, "expert_a", "expert_b", "over", COACTIVATED).items():
+        add(expert, "experts", "Co-activated experts", partners, unit="× chance")
+    for (expert, role), tokens in tokens_by_expert(rows.get("vocabulary")).items():
+        if role in ROLES:
+            add(expert, "tokens", f"{capital(role)} tokens", tokens)
+    for expert, places in contexts_by_expert(rows.get("contexts"), most).items():
+        add(expert, "contexts", "Contexts with the largest gates", places)
+    return blocks

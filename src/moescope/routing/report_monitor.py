@@ -5,20 +5,16 @@ from __future__ import annotations
 import pandas as pd
 
 from moescope.errors import BadInput
-from moescope.plotting.style import RANDOM, counted, listed, named_layers, number
+from moescope.plotting.style import counted, named_layers, number, span
+from moescope.reporting.findings import Number, Said, say_all
+from moescope.reporting.findings import key_numbers as numbers_of
 from moescope.reporting.pack import table_payload
-from moescope.routing.figures_steps import (
-    DROPPED,
-    MIDDLE_LAYER,
-    MONITOR_FIGURES,
-    OVER_STEPS,
-    ROUTER_GRADIENT,
-    last_value,
-    split_diagnostics,
-)
+from moescope.reporting.views import drawable
+from moescope.routing.figures import MONITORED, STEPS, TRAINING
+from moescope.routing.metrics import DIAGNOSTICS
 from moescope.routing.tables import MONITOR_TABLES
 from moescope.run import Run
-from moescope.verb import FigureSpec, Finding, KeyNumber, Payload, Section, Selection, Summary, Tables, Verb
+from moescope.verb import Finding, KeyNumber, Payload, Section, Selection, Summary, Tables, Verb
 from moescope.verbs import load_verb
 
 # tables of the weights that `scan` may add, defined by the verb of that name
@@ -35,6 +31,28 @@ STEP_COLUMNS = [
     "tokens_per_second",
 ]
 ALERT_COLUMNS = ["step", "layer", "expert", "kind", "value", "threshold", "message"]
+NUMBERS = [
+    Number("routing_layers", "cv", name="Worst load CV in training"),
+    Number("routing_layers", "unused", name="Unused experts, worst layer"),
+    Number("routing_layers", "routing_entropy", pick="largest", name="Highest routing entropy"),
+]
+FINDINGS = [
+    Said(
+        "routing_layers",
+        "cv",
+        text="Load balance at the end of training: worst in {place}, CV {value} ({chance}).",
+        tab="training",
+        figure="balance_by_step",
+    ),
+    Said(
+        "routing_layers",
+        "unused",
+        where="value > 0",
+        text="Unused experts at the end of training: in {rows}; a share of {value} in {place} ({chance}).",
+        tab="training",
+        figure="balance_by_step",
+    ),
+]
 GUIDE = (
     "Load and decisions are counted in the training's own passes; each point covers the steps since the "
     "previous one. Chance levels are those of random routing."
@@ -45,62 +63,53 @@ def rows_of(run: Run, table: str) -> pd.DataFrame:
     return run.table(table) if table in run.tables else pd.DataFrame()
 
 
-def can_draw(spec: FigureSpec, tables: Tables) -> bool:
-    """Whether the figure's tables have more than one step, and its metrics rows."""
-    if not set(spec.needs) <= set(tables):
-        return False
-    metrics = set(tables["routing_layers"]["metric"].unique())
-    return set(spec.metrics) <= metrics and all(tables[name]["step"].nunique() > 1 for name in spec.needs)
-
-
 def load_section(run: Run, tables: list[Payload]) -> Section:
     """Load and decisions over the steps; `tables` are shown below the figures, after the alerts."""
-    frames = {"load": run.table("load"), "routing_layers": run.table("routing_layers")}
-    rows, alerts = frames["routing_layers"], rows_of(run, "alerts")
-    dropped = ((rows["metric"] == "dropped") & (rows["value"] > 0)).any()
-    specs = [*OVER_STEPS, *([DROPPED] if dropped else [])]
+    frames = {name: rows_of(run, name) for name in ("load_totals", "routing_layers")}
+    alerts = rows_of(run, "alerts")
     words = "Load balance and routing decisions, counted in every training pass."
     if certain := run.info.get("low_entropy_expected"):
         words += (
             " This router is certain of every token by design, so low routing entropy in "
             f"{named_layers(certain)} raises no alert; uneven load and unused experts do."
         )
-    figures = [(spec, frames) for spec in specs if can_draw(spec, frames)]
     if len(alerts):
         tables = [table_payload(MONITOR_TABLES["alerts"], alerts, ALERT_COLUMNS, "Alerts"), *tables]
-    return Section("load", "Load balance during training", words, figures, tables)
+    return Section("load", "Load balance during training", words, drawable(STEPS, frames), tables)
 
 
 def diagnostic_sections(run: Run) -> list[Section]:
-    """Router diagnostics: figures of those that vary, a sentence on the others."""
-    rows = run.table("routing_layers")
-    tables: Tables = {"routing_layers": rows}
-    constant, varying = split_diagnostics(tables)
-    specs = [panel.spec for panel in varying]
-    if (rows["metric"] == "key_cosine").any():
-        specs += [spec for spec in MIDDLE_LAYER if can_draw(spec, tables)]
-    if not specs and not constant:
+    """Router diagnostics over the steps, and their values at the last one."""
+    rows = rows_of(run, "routing_layers")
+    if rows.empty or (rows := rows[rows["metric"].isin(DIAGNOSTICS)]).empty:
         return []
     words = "Metrics specific to this router, from its training passes, each with its chance level."
-    if constant:
-        values = listed([last_value(panel, tables) for panel in constant])
-        words += f" Constant at their chance level and not drawn: {values}."
-    return [Section("diagnostics", "Router diagnostics", words, [(spec, tables) for spec in specs])]
+    last = rows[rows["step"] == rows["step"].max()]
+    facts = {}
+    for name, metric in DIAGNOSTICS.items():
+        if len(mine := last[(last["metric"] == name) & last["value"].notna()]):
+            level = f"{metric.column.chance_label}: {span(mine['chance'])}"
+            facts[f"{metric.title}, last step"] = f"{span(mine['value'])} ({level})"
+    figures = drawable(TRAINING[:1], {"routing_layers": rows})
+    return [Section("diagnostics", "Router diagnostics", words, figures, facts=facts)]
 
 
 def gradient_sections(run: Run) -> list[Section]:
     """Gradient norms into each router, where they were measured."""
-    tables = {"router_gradients": rows_of(run, "router_gradients")}
-    if not ROUTER_GRADIENT.can_draw(tables):
-        return []
+    figures = drawable(TRAINING[1:], {"router_gradients": rows_of(run, "router_gradients")})
     words = "A router learns from the text only through its gates; one without gradient learns nothing."
-    return [Section("routers", "Router gradients", words, [(ROUTER_GRADIENT, tables)])]
+    return [Section("routers", "Router gradients", words, figures)] if figures else []
 
 
 def last_metrics(run: Run) -> pd.DataFrame:
     """Return the routing metrics of the last step, of all domains together."""
     rows = rows_of(run, "routing_layers")
     return rows[(rows["step"] == rows["step"].max()) & (rows["domain"] == "")] if len(rows) else rows
+
+
+def last_tables(run: Run) -> Tables:
+    rows = last_metrics(run)
+    return {"routing_layers": rows} if len(rows) else {}
 
 
 def worst_load(run: Run) -> pd.Series | None:
@@ -113,23 +122,11 @@ def worst_load(run: Run) -> pd.Series | None:
 def load_findings(run: Run, reason: str = "") -> list[str]:
     """Load balance at the last step; `reason` says why a router's load is even by construction."""
     worst = worst_load(run)
-    if worst is None:
-        return []
-    rows = last_metrics(run)
-    chance = f"({RANDOM}: {number(worst['chance'])})"
-    if worst["value"] == 0:
-        text = f"Load balance at the end of training: even in every layer{reason}, CV 0 {chance}."
+    if worst is not None and worst["value"] == 0:
+        chance = f"{MONITOR_TABLES['routing_layers'].quantity('cv').chance_label}: {number(worst['chance'])}"
+        text = f"Load balance at the end of training: even in every layer{reason}, CV 0 ({chance})."
         return [Finding(text, section="load")]
-    text = (
-        f"Load balance at the end of training: worst in layer {worst['layer']}, CV {number(worst['value'])} "
-        f"{chance}."
-    )
-    findings: list[str] = [Finding(text, section="load", layer=int(worst["layer"]))]
-    unused = rows[(rows["metric"] == "unused") & (rows["value"] > 0)]
-    if len(unused):
-        text = f"Unused experts at the end of training in {named_layers(unused['layer'])}."
-        findings.append(Finding(text, section="load", layer=int(unused["layer"].iloc[0])))
-    return findings
+    return say_all(FINDINGS, last_tables(run), MONITOR_TABLES)
 
 
 def alert_findings(run: Run) -> list[str]:
@@ -169,26 +166,14 @@ def summary(run: Run) -> Summary:
 
 def key_numbers(run: Run) -> list[KeyNumber]:
     """Load balance, unused experts and routing entropy at the last step, and the number of alerts."""
-    rows = rows_of(run, "routing_layers")
-    keys = []
-    if len(rows):
-        rows = rows[(rows["step"] == rows["step"].max()) & (rows["domain"] == "") & rows["value"].notna()]
-        for name, metric, unit in (
-            ("Worst load CV in training", "cv", ""),
-            ("Unused experts, worst layer", "unused", ""),
-            ("Highest routing entropy", "routing_entropy", "nats"),
-        ):
-            if len(of_metric := rows[rows["metric"] == metric]):
-                top = of_metric.loc[of_metric["value"].idxmax()]
-                word = f"layer {top['layer']}"
-                keys.append(KeyNumber(name, float(top["value"]), float(top["chance"]), unit, word))
-    return [*keys, KeyNumber("Alerts", float(len(rows_of(run, "alerts"))))]
+    numbers = numbers_of(NUMBERS, last_tables(run), MONITOR_TABLES)
+    return [*numbers, KeyNumber("Alerts", float(len(rows_of(run, "alerts"))))]
 
 
 MONITOR = Verb(
     "monitor",
     tables={**MONITOR_TABLES, **{name: load_verb("scan").tables[name] for name in SCANNED}},
-    figures=[spec for spec in (*OVER_STEPS, *MONITOR_FIGURES) if set(spec.needs) <= set(MONITOR_TABLES)],
+    figures=MONITORED,
     summary=summary,
     sections=sections,
     guide=lambda run: [GUIDE],

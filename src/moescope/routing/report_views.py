@@ -12,15 +12,14 @@ from moescope.errors import BadInput
 from moescope.plotting.style import counted, number, values_of
 from moescope.reporting.pack import plain, table_payload
 from moescope.reporting.untrusted import plot_words, token_words, visible
-from moescope.routing.figures_metrics import metric_name
-from moescope.routing.tables import TRACE_TABLES
+from moescope.routing.tables import TABLES, TRACE_TABLES
 from moescope.run import Run
 from moescope.statistics import FEWEST_DOCUMENTS
 from moescope.tables import wrong_column
 from moescope.verb import Section, Tables
 
 SINGLE_TOKENS = ("tokens", "token_text")  # may be larger than memory; only the part that is shown is read
-ADDED = ("contexts", "expert_cosines", "maps")  # older traces have none
+ADDED = ("load_totals", "contexts", "expert_cosines", "maps")  # older traces have none
 NEEDED = tuple(name for name in TRACE_TABLES if name not in SINGLE_TOKENS + ADDED)
 STEPS_SHOWN = 4  # steps of a run with a view each; figures over steps hold all
 LARGE = 2000  # experts in all layers from which on only the first and last step have a view
@@ -103,8 +102,8 @@ def load_trace(run: Run) -> TraceTables:
         columns = list(TRACE_TABLES[name].columns)
         tables[name] = run.table(name) if name in run.tables else pd.DataFrame(columns=columns)
     for name, frame in tables.items():
-        if "domain" in frame:
-            tables[name] = frame.assign(domain=frame["domain"].map(plot_words))
+        shown = [column for column in ("domain", "main_domain") if column in frame]
+        tables[name] = frame.assign(**{column: frame[column].map(plot_words, "ignore") for column in shown})
     if tables["load"].empty:
         raise BadInput(f"{run.path}: no token was routed; trace a longer text")
     return TraceTables(run, tables)
@@ -138,7 +137,7 @@ def routing_views(trace: TraceTables) -> list[View]:
             tables = {
                 name: select_rows(frame, step, phase)
                 for name, frame in trace.tables.items()
-                if main or name in ("load", "routing_layers")
+                if main or name in ("load", "load_totals", "routing_layers")
             }
             views.append(View(trace.run, step, phase, main, ", ".join(parts) or "all tokens", tables))
     return views
@@ -175,7 +174,7 @@ def layer_sections(view: View) -> list[Section]:
     sections = []
     for layer in view.layers:
         line = [
-            f"{metric_name(name)} {number(frame.loc[layer, 'value'])} "
+            f"{TABLES['routing_layers'].label(name)} {number(frame.loc[layer, 'value'])} "
             f"(chance {number(frame.loc[layer, 'chance'])})"
             for name, frame in metrics.items()
             if layer in frame.index

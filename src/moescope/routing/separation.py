@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from moescope.routing.load_balance import divide
-from moescope.types import Array
+from moescope.types import Array, Integers
 
 
 def coactivation(pairs_EE: Array, tokens: int) -> tuple[Array, Array]:
@@ -103,3 +103,21 @@ def router_similarity_max(rows_ED: Array) -> float:
 def similarity_max_chance(n: int, d: int) -> float:
     """About sqrt(2 log P / D) for the largest of P = n(n - 1)/2 cosines of random rows."""
     return float(min(np.sqrt(2 * np.log(max(n * (n - 1) / 2, 1)) / d), 1.0))
+
+
+def expected_pairs(tokens_E: Integers, tokens: int, chance: float) -> tuple[Array, Array]:
+    """Return tokens that random routing gives every pair of experts, c_a c_b/N chance, and its noise.
+
+    The noise is of the count over what is expected: sqrt((1 - c_a/N) (1 - c_b/N)/expected).
+    """
+    share_E = tokens_E / max(tokens, 1)
+    expected_EE = share_E[:, None] * share_E * tokens * chance
+    left_EE = (1 - share_E)[:, None] * (1 - share_E)
+    return expected_EE, np.sqrt(divide(left_EE, expected_EE))
+
+
+def largest_normal(count: int) -> float:
+    """Median of the largest of `count` standard normal numbers."""
+    from scipy.special import ndtri
+
+    return float(ndtri(0.5 ** (1 / max(count, 1))))

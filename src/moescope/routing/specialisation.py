@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from moescope.routing.load_balance import divide
-from moescope.statistics import CONFIDENCE, FEWEST_DOCUMENTS
+from moescope.statistics import CONFIDENCE, FEWEST_DOCUMENTS, TAILS
 from moescope.types import Array, Integers
 
 PERMUTATIONS = 200
@@ -25,8 +25,8 @@ def affinity(counts_ME: Array) -> Array:
     return divide(shares_ME, np.broadcast_to(shares_ME.mean(-2, keepdims=True), shares_ME.shape))
 
 
-def affinity_interval(counts_MBE: Array, documents_M: Sequence[int]) -> tuple[Array, Array]:
-    """95 % intervals of the affinity over documents, (low, high) [M, E]; NaN where there is none.
+def affinity_interval(counts_MBE: Array, documents_M: Sequence[int]) -> tuple[Array, Array, Array]:
+    """95 % intervals of the affinity over documents and its noise, (low, high, noise) [M, E]; NaN for none.
 
     log A(d) = log s(d) - log mean(s), s(d) = P(i | d), is linear in the shares to first order, and documents
     of different domains are independent: Var log A(d) = (1/s(d) - 1/S)^2 V(d) + sum over other domains of
@@ -34,13 +34,13 @@ def affinity_interval(counts_MBE: Array, documents_M: Sequence[int]) -> tuple[Ar
     1) sum over groups of (c - s C)^2/C(d)^2. The quantile is Student's with (sum c)^2/sum c^2 - 1 degrees of
     freedom, the groups that use the expert in effect; A is at most the number of domains. No interval under
     20 documents in any domain, and under 8 such groups.
-    """
-    from scipy.special import stdtrit
 
-    n_domains, _, n_experts = counts_MBE.shape
-    missing = np.full((n_domains, n_experts), np.nan)
-    if min(documents_M) < FEWEST_DOCUMENTS:
-        return missing, missing
+    The noise is the affinity's error by the same variance, 1.96 times which is half an interval, and at least
+    that of independent tokens; there is none with a single document in a domain, which is not told from it.
+    """
+    from scipy.special import ndtri, stdtrit
+
+    n_domains = len(counts_MBE)
     size_MB = counts_MBE.sum(-1)
     groups_M = (size_MB > 0).sum(1)
     shares_ME = expert_shares(counts_MBE.sum(1))
@@ -52,12 +52,18 @@ def affinity_interval(counts_MBE: Array, documents_M: Sequence[int]) -> tuple[Ar
     others_ME = variance_ME.sum(0) - variance_ME
     spread_ME = divide(np.sqrt(slope_ME**2 * variance_ME + others_ME), total_ME)
     using_ME = divide(counts_MBE.sum(1) ** 2, (counts_MBE**2).sum(1))
-    known_ME = using_ME >= FEWEST_USING  # False for NaN
-    freedom_ME = np.where(known_ME, using_ME - 1, 1.0)
-    factor_ME = np.exp(stdtrit(freedom_ME, 0.5 + CONFIDENCE / 2) * np.where(known_ME, spread_ME, 0.0))
     affinity_ME = affinity(counts_MBE.sum(1))
+    # False for NaN
+    known_ME = (using_ME >= FEWEST_USING) & (min(documents_M) >= FEWEST_DOCUMENTS)
+    half_ME = stdtrit(np.fmax(using_ME - 1, 1.0), 0.5 + CONFIDENCE / 2) * np.nan_to_num(spread_ME)
+    factor_ME = np.exp(np.where(known_ME, half_ME, 0.0))
     low_ME = np.where(known_ME, affinity_ME / factor_ME, np.nan)
-    return low_ME, np.where(known_ME, np.minimum(affinity_ME * factor_ME, n_domains), np.nan)
+    high_ME = np.where(known_ME, np.minimum(affinity_ME * factor_ME, n_domains), np.nan)
+    expected_ME = size_MB.sum(1)[:, None] * shares_ME.mean(0)
+    noise_ME = np.fmax(
+        np.nan_to_num(affinity_ME) * half_ME / ndtri(TAILS[1]), divide(np.ones(()), expected_ME) ** 0.5
+    )
+    return low_ME, high_ME, noise_ME if groups_M.min() > 1 else np.full_like(noise_ME, np.nan)
 
 
 def domain_shares(counts_ME: Array) -> Array:
@@ -92,9 +98,7 @@ def permuted_tables(
 
 
 def by_domain(counts_CE: Array, labels_C: Integers, n_domains: int) -> Array:
-    table_ME = np.zeros((n_domains, counts_CE.shape[1]))
-    np.add.at(table_ME, labels_C, counts_CE)
-    return table_ME
+    return (labels_C == np.arange(n_domains)[:, None]).astype(float) @ counts_CE
 
 
 def domain_information(counts_CE: Array, labels_C: Integers, n_domains: int, seed: int = 0) -> float:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from moescope.errors import BadInput
-from moescope.routing.load_balance import Setting, cv
+from moescope.routing.load_balance import Setting, cv, divide
 from moescope.routing.tables import TABLES
 from moescope.types import Array, Integers
 
@@ -26,10 +26,9 @@ def routing_consistency(chosen_TK: Integers, other_TK: Integers) -> float:
     k is the token's mean number of experts in the two; tokens that have none in either are skipped.
     """
     equal = (chosen_TK[:, :, None] == other_TK[:, None, :]) & (chosen_TK[:, :, None] >= 0)
-    same_T = np.asarray(equal.sum((1, 2)))
     size_T = ((chosen_TK >= 0).sum(1) + (other_TK >= 0).sum(1)) / 2
-    there = size_T > 0
-    return float((same_T[there] / size_T[there]).mean()) if there.any() else np.nan
+    share_T = divide(equal.sum((1, 2)), size_T)[size_T > 0]
+    return float(share_T.mean()) if len(share_T) else np.nan
 
 
 def usage(chosen_TK: Integers, n_experts: int) -> Integers:
@@ -109,11 +108,10 @@ def layer_stability(chosen: dict[int, Integers], n_experts: int) -> list[dict[st
     shares = {step: load / max(load.sum(), 1) for step, load in loads.items()}
     rows = []
     for a, b in combinations(steps, 2):
-        both = chosen[a], chosen[b]
+        both, tokens = (chosen[a], chosen[b]), len(chosen[a])
         first = both[0][:, :1], both[1][:, :1]
         same, agreement = routing_consistency(*both), top1_agreement(first[0][:, 0], first[1][:, 0])
         same_chance, agreement_chance = (expected_consistency(*pair, n_experts) for pair in (both, first))
-        tokens = len(both[0])
         noise = [tau_is_noise(loads[step], tokens, loads[step].sum() / max(tokens, 1)) for step in (a, b)]
         rows.append(
             {

@@ -6,9 +6,9 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, get_args
+from typing import TYPE_CHECKING, Any, Literal
 
-from moescope.arguments import as_list, choose_device, device_warnings, one_of, step_numbers
+from moescope.arguments import as_list, choose_device, device_warnings, step_numbers
 from moescope.engine import Engine, EngineName, LocalEngine, check_engine, check_jobs, open_engine
 from moescope.errors import BadInput
 from moescope.execution.model_names import (
@@ -24,9 +24,8 @@ from moescope.execution.texts import ReadSettings, Source, check_not_empty, sour
 from moescope.execution.ways import Execution, Way, parse_size
 from moescope.progress import progress
 from moescope.routing.expert_maps import map_methods
-from moescope.routing.figures_steps import FIGURES
-from moescope.routing.report import guide, sections, select, summary
-from moescope.routing.report_map import experts, measures, strips
+from moescope.routing.figures import FIGURES
+from moescope.routing.report import experts, guide, measures, sections, select, strips, summary
 from moescope.routing.tables import TRACE_TABLES
 from moescope.run import Run, RunWriter, open_run, place_run
 from moescope.storage import leftover_name
@@ -36,7 +35,7 @@ if TYPE_CHECKING:
     from moescope.execution.documents import Document
 
 Phase = Literal["prefill", "decode", "both"]
-Maps = Literal["tsne", "umap"]
+Maps = Literal["pca", "tsne", "umap"]
 Format = Literal["vllm", "sglang", "llamacpp", "imatrix", "route", "table", "moescope"]
 
 
@@ -45,7 +44,7 @@ class TraceSettings(ReadSettings):
     phases: tuple[str, ...] = ("prefill",)
     save_tokens: bool = False
     probe_next: bool = False
-    maps: tuple[str, ...] = ("pca", "tsne")
+    maps: tuple[str, ...] = ("pca",)
     seed: int = 0
 
 
@@ -63,7 +62,7 @@ def trace(
     phase: Phase = "prefill",
     save_tokens: bool = False,
     probe_next: bool = False,
-    maps: Maps = "tsne",
+    maps: Maps = "pca",
     dtype: Dtype = "auto",
     batch_size: int = 8,
     chat_template: bool = False,
@@ -87,20 +86,8 @@ def trace(
     ----------
     *models : MODEL
         Model folder or hub id. Several are the steps of one run.
-    text : PATH, repeatable
-        Text to read: file, folder, .jsonl, hf://datasets/OWNER/NAME, or - for standard input.
-    domain : NAME=PATH, repeatable
-        Text of a named domain, such as code=src.
-    token_ids : FILE
-        Token ids instead of text: .npy, or .jsonl with one list per line.
-    max_tokens : int, default all
-        Tokens to read at most, shared evenly by domains and documents.
     phase : PHASE
         prefill reads documents at once, decode token by token.
-    out : DIR, default runs/trace-MODEL-N
-        Run folder to write.
-    device : DEVICE
-        auto, cpu, cuda or cuda:0.
 
     Other Parameters
     ----------------
@@ -108,7 +95,7 @@ def trace(
         A trace that another tool wrote, or a table of tokens, instead of running a model.
     format : FORMAT
         Format of the recorded trace; not needed for .csv, .parquet, .npy, .pt and .gguf.
-    experts : int
+    experts : int >= 1
         Experts per layer of the recorded trace; not needed if a model folder is given.
     revisions : LIST
         Revisions of one hub model, as steps: step1000,step2000.
@@ -117,31 +104,7 @@ def trace(
     probe_next : bool
         With --save-tokens: also ask every MoE layer's router about the state that the one before it got.
     maps : METHOD
-        Maps of experts: tsne makes PCA and t-SNE, umap also UMAP (slow; needs the extra `maps`).
-    dtype : DTYPE
-        Precision of the model; auto: as stored.
-    batch_size : int
-        Documents per batch.
-    chat_template : bool
-        Read each document as a user's message.
-    trust_remote_code : bool
-        Run the Python code that the checkpoint brings with it.
-    execution : WAY
-        Run whole, sharded, or by layer.
-    memory : SIZE, default 80 % of free
-        Most memory (per worker): 8GB.
-    engine : ENGINE
-        Run here, or split over Ray workers.
-    address : ADDRESS
-        Ray cluster to join: auto or HOST:PORT.
-    jobs : N, default as many as fit
-        Parts of the text on Ray.
-    seed : int
-        Seed of permutations.
-    overwrite : bool
-        Replace what the run folder holds.
-    quiet : bool
-        Print nothing but errors.
+        Maps of experts: tsne adds t-SNE, umap also UMAP (slow); both need the extra `maps`.
 
     Examples
     --------
@@ -150,19 +113,8 @@ def trace(
     """
     text, domain = as_list(text), as_list(domain)
     revisions = revisions if isinstance(revisions, str) else list(revisions)
-    given = dict(locals())
-    one_of("phase", phase, get_args(Phase))
-    for name, value, least in (
-        ("max_tokens", max_tokens, 1),
-        ("batch_size", batch_size, 1),
-        ("seed", seed, 0),
-    ):
-        if value is not None and value < least:
-            raise BadInput(f"{name} {value}: must be at least {least}")
-    one_of("dtype", dtype, get_args(Dtype))
-    one_of("maps", maps, get_args(Maps))
+    given = VERB.settle(locals())
     methods = map_methods(maps)
-    one_of("execution", execution, get_args(Way))
     memory_bytes = parse_size("--memory", memory)
     check_engine(engine, address, device)
     check_jobs(engine, jobs)
@@ -202,9 +154,8 @@ def trace(
         how = Execution.of_run(writer, execution, memory_bytes, quiet)
         done_tasks = writer.done_tasks()
         left = [(number, name) for number, name in steps if task_name(number) not in done_tasks]
-        total = max_tokens and max_tokens * len(steps) * len(phases)
         with (
-            progress(total, 0, "tokens", quiet) as advance,
+            progress(max_tokens and max_tokens * len(steps) * len(phases), 0, "tokens", quiet) as advance,
             open_engine(engine if left else "local", address, place) as workers,
         ):
             writer.save_info(engine=workers.name, device=workers.device)
@@ -269,15 +220,13 @@ def trace_step(
     names = checkpoint_layer_names(name, {block.layer: block.name for block in blocks})
     given = (domains, documents, settings.phases, settings.batch_size, names, number, stream)
     with writer.timed("trace"):
-        if isinstance(workers, LocalEngine):
-            result = trace_model(traced, *given, advance, settings.probe_next)
-        else:
+        run_parts = None
+        if not isinstance(workers, LocalEngine):
             from moescope.execution.workers import ModelRequest, Workers
-            from moescope.routing.trace_workers import trace_on_workers
 
             request = ModelRequest(name, dtype, trust, prefer_transformers=False)
-            ray = Workers(workers, jobs, request, how, advance, len(settings.phases))
-            result = trace_on_workers(traced, ray.run, *given, settings.probe_next)
+            run_parts = Workers(workers, jobs, request, how, advance, len(settings.phases)).run
+        result = trace_model(traced, *given, advance, settings.probe_next, run_parts)
     if not sum(result.corpus.documents):
         raise BadInput("the text holds no token; give a longer one")
     with writer.timed("tables"):
@@ -285,8 +234,8 @@ def trace_step(
     setup: dict[str, Any] = {"step": number, **result.facts(), "warnings": result.warnings()}
     if sum(tokens.values()) == settings.max_tokens:  # the text may be longer
         setup["coverage"]["longest"] = longest
-    streamed = {"tokens.parquet": stream} if stream is not None else None
-    writer.flush_task(task_name(number), frames, setup, result.arrays(), streamed)
+    files = {"tokens.parquet": stream} if stream is not None else None
+    writer.flush_task(task_name(number), frames, setup, result.arrays(), files)
     writer.save_info()
 
 
@@ -307,9 +256,9 @@ def finish(writer: RunWriter, steps: list[int], save_tokens: bool, warnings: lis
         if save_tokens:
             writer.join_streamed("tokens")
             frames["token_text"] = writer.joined("token_text").drop_duplicates("token_id")
-    text_warnings = dict.fromkeys(warning for setup in setups for warning in setup.pop("warnings"))
+    lines = dict.fromkeys(line for setup in setups for line in setup.pop("warnings"))
     coverage = [setup["coverage"] for setup in setups]
-    writer.save_info(setup=setups, warnings=[*text_warnings, *warnings], coverage=coverage)
+    writer.save_info(setup=setups, warnings=[*lines, *warnings], coverage=coverage)
     return writer.finish(frames)
 
 

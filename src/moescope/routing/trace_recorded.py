@@ -16,22 +16,15 @@ from moescope.checkpoint import open_checkpoint
 from moescope.errors import BadInput
 from moescope.execution.documents import Window, fingerprint
 from moescope.execution.model_names import checkpoint_identity
-from moescope.execution.recorded import (
-    READERS,
-    Load,
-    Shape,
-    Stretch,
-    expert_count,
-    find_format,
-    read_trace,
-)
+from moescope.execution.recorded import READERS, Load, Shape, Stretch, expert_count, find_format, read_trace
 from moescope.execution.texts import file_identity
 from moescope.families import MoeCheckpoint, read_moe
+from moescope.routing.collectors import token_rows
+from moescope.routing.counts import SUMS, Counts, LayerCounts
 from moescope.routing.counts_to_tables import Corpus, Traced
 from moescope.routing.expert_maps import map_methods
 from moescope.routing.stability import stability_table
 from moescope.routing.tables import TRACE_TABLES
-from moescope.routing.tally import SUMS, LayerCounts, Tally
 from moescope.routing.token_sample import Sample
 from moescope.run import Run, open_run, place_run
 from moescope.statistics import BUCKETS
@@ -63,8 +56,7 @@ def trace_recorded(verb: Verb, given: dict[str, Any]) -> Run:
 
     `given` are the options of trace.
     """
-    models, file, seed = given["models"], Path(given["recorded"]), given["seed"]
-    format = given["format"]
+    models, file, format = given["models"], Path(given["recorded"]), given["format"]
     one_of("format", format or "vllm", tuple(READERS))
     for option in verb.options:
         if option.name in OF_A_MODEL_RUN and given[option.name] != option.default:
@@ -72,7 +64,6 @@ def trace_recorded(verb: Verb, given: dict[str, Any]) -> Run:
     if len(models) > 1:
         raise BadInput(f"--recorded takes at most one model, {len(models)} given; use one run per trace")
     check_place(file)
-    format = format or find_format(file)
     moe = read_moe(open_checkpoint(models[0])) if models else None
     shape = trace_shape(moe, given["experts"] or (None if moe else expert_count(file)), file)
     arguments = verb.identity(given, recorded=file_identity(file))
@@ -86,43 +77,39 @@ def trace_recorded(verb: Verb, given: dict[str, Any]) -> Run:
         return done
     with open_run(folder, verb, identity, given["overwrite"], verb.command(given)) as writer:
         with writer.timed("trace"):
-            parts = list(read_trace(file, format, shape))
-            traced, dense = count_trace(parts, shape)
-            empty = check_choices(parts, set(traced.layer_names), shape)
-            kind = (moe.checkpoint.config or {}).get("model_type") if moe else None
-            traced = replace(traced, model_type=str(kind or "recorded trace"))
-            names = {number: layer.layer_name for number, layer in moe.layers.items()} if moe else {}
-            if set(traced.layer_names) <= set(names):
-                traced = replace(traced, layer_names=names)
+            parts = list(read_trace(file, format or find_format(file), shape))
+            stretches = same_shape([part for part in parts if isinstance(part, Stretch)])
+            loads, lines = [part for part in parts if isinstance(part, Load)], list[str]()
+            traced = count_load(loads[0], shape) if loads else count_trace(stretches, shape, lines)
+            traced.model_type = "recorded trace"
+            if moe is not None:
+                traced.model_type = str((moe.checkpoint.config or {}).get("model_type") or traced.model_type)
+                if traced.layer_names.keys() <= moe.layers.keys():
+                    traced.layer_names = {number: layer.layer_name for number, layer in moe.layers.items()}
         if not traced.counts:
             raise BadInput(f"{file}: no token in it; give a trace with tokens")
         with writer.timed("tables"):
-            frames = traced.tables(0, seed, map_methods(given["maps"]))
+            frames = traced.tables(0, given["seed"], map_methods(given["maps"]))
             frames["stability"] = stability_table([0], [], lambda step, name: None, {})
         if given["save_tokens"]:
             if not traced.has_tokens:
                 raise BadInput(f"{file}: holds counts, no single tokens; leave --save-tokens out")
             with writer.timed("tokens"):
-                write_tokens(writer.path / "tokens.parquet", parts, traced.layer_names, shape)
+                write_tokens(writer.path / "tokens.parquet", stretches, traced.layer_names, shape)
         setup = {"step": 0, **traced.facts()}
-        absent = ["decision metrics (a trace holds no logits)"]
-        absent += [] if traced.has_gates else ["gate weight"]
-        absent += [] if traced.probe is not None else ["vocabulary"]
-        absent += [] if traced.has_tokens else ["co-activation and order of tokens"]
-        skipped = (
-            f"layers {', '.join(map(str, dense))} skipped as dense: all slots of a token name one expert"
-        )
+        held = {
+            "decision metrics (a trace holds no logits)": False,
+            "gate weight": traced.has_gates,
+            "vocabulary": traced.probe is not None,
+            "co-activation and order of tokens": traced.has_tokens,
+        }
+        absent = [what for what, there in held.items() if not there]
         writer.save_info(
             counts_only=not traced.has_tokens,
             device="cpu",
             setup=[setup],
             coverage=[setup["coverage"]],
-            warnings=[
-                *([skipped] if dense else []),
-                *([empty] if empty else []),
-                *traced.warnings(),
-                f"not in this trace: {', '.join(absent)}",
-            ],
+            warnings=[*lines, *traced.warnings(), f"not in this trace: {', '.join(absent)}"],
         )
         return writer.finish(frames)
 
@@ -155,58 +142,45 @@ def trace_shape(moe: MoeCheckpoint | None, experts: int | None, file: Path) -> S
     if experts not in (None, *numbers):
         raise BadInput(f"--experts {experts}: {moe.checkpoint.shown} has {', '.join(map(str, numbers))}")
     config = moe.checkpoint.config or {}
-    text = config.get("text_config", config)
-    top_k = next(iter(moe.layers.values())).top_k
-    return Shape(numbers[-1], text.get("num_hidden_layers"), top_k, known)
+    n_layers = config.get("text_config", config).get("num_hidden_layers")
+    return Shape(numbers[-1], n_layers, next(iter(moe.layers.values())).top_k, known)
 
 
 # --- single tokens
 
 
-def write_tokens(path: Path, parts: list[Stretch | Load], names: dict[int, str], shape: Shape) -> None:
+def write_tokens(path: Path, stretches: list[Stretch], names: dict[int, str], shape: Shape) -> None:
     """Write the tokens table, one row group per stretch; a layer has rows of the tokens it routed."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 
     schema = arrow_schema(TRACE_TABLES["tokens"])
     with atomic_file(path) as partial, pq.ParquetWriter(partial, schema, compression="zstd") as writer:
-        for stretch in parts:
-            assert isinstance(stretch, Stretch)
-            numbers = layer_numbers(stretch, shape)
-            columns = [at for at, number in enumerate(numbers) if number in names]
-            chosen_LTK = stretch.chosen_TLK[:, columns].transpose(1, 0, 2)
-            routed_LT = (chosen_LTK >= 0).any(2)
-            gates_LTK = None
+        for stretch in stretches:
+            rows = routed_rows(stretch, names, shape)
+            chosen_LTK: Any = stretch.chosen_TLK[:, [*rows.values()]].transpose(1, 0, 2)
+            gates_LTK: Any = None
             if stretch.gates_TLK is not None:  # by falling gate, empty slots last
-                gates_LTK = stretch.gates_TLK[:, columns].transpose(1, 0, 2)
+                gates_LTK = stretch.gates_TLK[:, [*rows.values()]].transpose(1, 0, 2)
                 order = np.argsort(np.where(chosen_LTK >= 0, -gates_LTK, np.inf), axis=2, kind="stable")
                 chosen_LTK = np.take_along_axis(chosen_LTK, order, axis=2)
                 gates_LTK = np.take_along_axis(gates_LTK, order, axis=2)
+            routed_LT = (chosen_LTK >= 0).any(2)
             at_layer, at_token = np.nonzero(routed_LT)
-            chosen_RK = chosen_LTK[routed_LT]
-            there_RK = chosen_RK >= 0
-            offsets = np.concatenate([[0], np.cumsum(there_RK.sum(1))]).astype(np.int32)
-            layers = np.array([numbers[at] for at in columns], dtype=np.int64)[at_layer]
-            rows = len(layers)
-            none = pa.nulls(rows)
-            flat = none if gates_LTK is None else gates_LTK[routed_LT][there_RK].astype(np.float32)
-            values = {
-                "step": np.zeros(rows, dtype=np.int64),
-                "document": np.full(rows, stretch.document),
+            layers = np.array([*rows], dtype=np.int64)[at_layer]
+            columns = {
+                "step": np.zeros(len(layers), dtype=np.int64),
+                "document": np.full(len(layers), stretch.document),
                 "position": stretch.start + at_token,
                 "layer": layers,
                 "layer_name": pa.array([names[layer] for layer in layers.tolist()]),
-                "token_id": none if stretch.ids_T is None else stretch.ids_T[at_token],
-                "domain": pa.array([stretch.domain] * rows),
-                "phase": pa.array([stretch.phase] * rows),
-                "experts": pa.ListArray.from_arrays(offsets, pa.array(chosen_RK[there_RK].astype(np.int32))),
-                "gates": none if gates_LTK is None else pa.ListArray.from_arrays(offsets, pa.array(flat)),
-                "entropy": none,
-                "margin": none,
-                "probed": none,
+                "domain": pa.array([stretch.domain] * len(layers)),
+                "phase": pa.array([stretch.phase] * len(layers)),
             }
-            arrays = [pa.array(values[name]) for name in schema.names]
-            table = pa.table(arrays, names=schema.names).cast(schema)
+            if stretch.ids_T is not None:
+                columns["token_id"] = stretch.ids_T[at_token]
+            gates_RK = None if gates_LTK is None else gates_LTK[routed_LT]
+            table = token_rows(columns, chosen_LTK[routed_LT], gates_RK)
             check_disk(path.parent, table.nbytes)
             writer.write_table(table)
 
@@ -214,22 +188,17 @@ def write_tokens(path: Path, parts: list[Stretch | Load], names: dict[int, str],
 # --- counting
 
 
-def count_trace(parts: list[Stretch | Load], shape: Shape) -> tuple[Traced, list[int]]:
-    """Count a trace; also return the layers that were skipped because they are dense.
+def count_trace(stretches: list[Stretch], shape: Shape, lines: list[str]) -> Traced:
+    """Count a trace; `lines` gets warnings about dense layers, which are skipped, and empty slots.
 
     Where every token names one expert in all of its k >= 2 slots, nothing was chosen: servers fill dense
     layers with zeros. Without gates the first slot counts as the first choice, as servers write it.
     """
-    stretches = [part for part in parts if isinstance(part, Stretch)]
-    for part in parts:
-        if isinstance(part, Load):
-            return count_load(part, shape), []
-    stretches = trim_slots(stretches)
     domains = list(dict.fromkeys(stretch.domain for stretch in stretches))
     main = "prefill" if any(stretch.phase == "prefill" for stretch in stretches) else "decode"
-    names, dense = routed_layers(stretches, shape)
+    names = routed_layers(stretches, shape, lines)
     check_size({number: experts_of(number, shape) for number in names}, len(domains))
-    tally, contents, domain_of = Tally(len(domains)), dict[int, int](), dict[int, int]()
+    tally, contents, domain_of = Counts((len(domains), BUCKETS)), dict[int, int](), dict[int, int]()
     sample, filled = Sample(list(names)), set[tuple[str, int, int, int]]()
     for stretch in stretches:
         ids = stretch.chosen_TLK.reshape(-1).astype(np.int64) if stretch.ids_T is None else stretch.ids_T
@@ -238,8 +207,7 @@ def count_trace(parts: list[Stretch | Load], shape: Shape) -> tuple[Traced, list
         domain_of.setdefault(stretch.document, domain)
         draw = fingerprint(ids, stretch.start) / 2**64
         window = Window(stretch.document, domain, stretch.start, ids, -1, content, draw)
-        numbers = layer_numbers(stretch, shape)
-        rows = {number: row for row, number in enumerate(numbers) if number in names}
+        rows = routed_rows(stretch, names, shape)
         filled |= {
             (stretch.phase, number, domain, stretch.document)
             for number, row in rows.items()
@@ -248,20 +216,20 @@ def count_trace(parts: list[Stretch | Load], shape: Shape) -> tuple[Traced, list
         for layer in layer_routings(stretch, window, rows, names, shape):
             tally.consume(layer)
         if stretch.phase == main and stretch.ids_T is not None:
-            following = np.append(stretch.ids_T[1:], -1)
-            following = np.full_like(following, -1) if stretch.apart else following
             none = np.full(stretch.chosen_TLK[:, 0].shape, -1, dtype=np.int16)
             chosen = [stretch.chosen_TLK[:, rows[number]] if number in rows else none for number in names]
-            sample.add(window, np.stack(chosen), following, np.full(len(following), -1))
-    documents = [list(domain_of.values()).count(index) for index in range(len(domains))]
+            unknown = np.full(len(ids), -1)
+            following = unknown if stretch.apart else np.append(ids[1:], -1)
+            sample.add(window, np.stack(chosen), following, unknown)
+    check_choices(stretches, names, shape, lines)
     filled_in = Counter(cell[:3] for cell in filled)
-    traced = Traced(
-        Corpus(domains, documents),
+    return Traced(
+        Corpus(domains, [list(domain_of.values()).count(index) for index in range(len(domains))]),
         [
             replace(
                 counts, documents_M=[filled_in[counts.phase, counts.layer, at] for at in range(len(domains))]
             )
-            for counts in tally.to_cpu()
+            for counts in tally.layers()
         ],
         main,
         names,
@@ -270,30 +238,28 @@ def count_trace(parts: list[Stretch | Load], shape: Shape) -> tuple[Traced, list
         has_logits=False,
         has_slots=any((stretch.chosen_TLK < 0).any() for stretch in stretches),
     )
-    return traced, dense
 
 
-def check_choices(parts: list[Stretch | Load], layers: set[int], shape: Shape) -> str:
-    """Reject a token that names an expert twice in a layer; return a warning that counts empty slots.
+def check_choices(stretches: list[Stretch], names: dict[int, str], shape: Shape, lines: list[str]) -> None:
+    """Reject a token that names an expert twice in a layer; `lines` gets the number of empty slots.
 
     Recorders write -1 for padding, and where a layer has no choice for a token.
     """
-    stretches = trim_slots([part for part in parts if isinstance(part, Stretch)])
     empty = total = 0
     for stretch in stretches:
-        numbers = layer_numbers(stretch, shape)
-        rows = [row for row, number in enumerate(numbers) if number in layers]
-        ordered_TLK = np.sort(stretch.chosen_TLK[:, rows], axis=2)
+        rows = routed_rows(stretch, names, shape)
+        ordered_TLK = np.sort(stretch.chosen_TLK[:, [*rows.values()]], axis=2)
         empty, total = empty + int((ordered_TLK < 0).sum()), total + ordered_TLK.size
         twice_TLK = (ordered_TLK[..., 1:] == ordered_TLK[..., :-1]) & (ordered_TLK[..., 1:] >= 0)
         if twice_TLK.any():
             token, row, slot = np.argwhere(twice_TLK)[0]
-            expert, layer = ordered_TLK[token, row, slot], numbers[rows[row]]
             raise BadInput(
-                f"document {stretch.document}, token {stretch.start + token}, layer {layer}: names expert "
-                f"{expert} twice, but a token chooses an expert once; record it again, or check --format"
+                f"document {stretch.document}, token {stretch.start + token}, layer {[*rows][row]}: names "
+                f"expert {ordered_TLK[token, row, slot]} twice, but a token chooses an expert once; record "
+                "it again, or check --format"
             )
-    return f"{empty:,} of {total:,} slots are empty (-1) and not counted" if empty else ""
+    if empty:
+        lines.append(f"{empty:,} of {total:,} slots are empty (-1) and not counted")
 
 
 def count_load(load: Load, shape: Shape) -> Traced:
@@ -308,36 +274,27 @@ def count_load(load: Load, shape: Shape) -> Traced:
             counts_MBE = np.zeros((1, BUCKETS, n), dtype=np.int64)
             sums_MBS = np.zeros((1, BUCKETS, len(SUMS)))
             counts_MBE[0, 0] = counts_E[:n]
-            sums_MBS[0, 0, SUMS.index("assigned")] = counts_E.sum()
             sums_MBS[0, 0, SUMS.index("tokens")] = counts_E.sum() // k
-            no_pairs_EE, no_gates = np.zeros((n, n)), np.zeros(counts_MBE.shape)
-            name = f"layer {number}"
-            counts.append(
-                LayerCounts(number, name, "prefill", k, counts_MBE, no_gates, sums_MBS, no_pairs_EE)
-            )
-    names = {layer.layer: layer.layer_name for layer in counts}
+            sums = counts_MBE, np.zeros(counts_MBE.shape), sums_MBS
+            counts.append(LayerCounts(number, f"layer {number}", "prefill", k, *sums))
     check_size({layer.layer: layer.n_experts for layer in counts}, 1)
-    return Traced(
-        Corpus(["text"], [1]),
-        counts,
-        "prefill",
-        names,
-        has_gates=False,
-        has_logits=False,
-        has_tokens=False,
-        has_slots=False,
-    )
+    names = {layer.layer: layer.layer_name for layer in counts}
+    known: dict[str, Any] = dict.fromkeys(("has_gates", "has_logits", "has_tokens", "has_slots"), False)
+    return Traced(Corpus(["text"], [1]), counts, "prefill", names, **known)
 
 
-def trim_slots(stretches: list[Stretch]) -> list[Stretch]:
-    """Return the stretches without the last slots that are empty everywhere: recorders may have more."""
+def same_shape(stretches: list[Stretch]) -> list[Stretch]:
+    """Return the stretches without the last slots that are empty everywhere: recorders may have more.
+
+    Raises where documents differ in layers or slots.
+    """
     used = 1
     for stretch in stretches:
-        k = stretch.chosen_TLK.shape[2]
-        if k != stretches[0].chosen_TLK.shape[2]:
+        (layers, k), first = stretch.chosen_TLK.shape[1:], stretches[0].chosen_TLK.shape[1:]
+        if k != first[1] or (not stretch.layers and layers != first[0]):
             raise BadInput(
-                f"document {stretch.document} has {k} experts per token, the first has "
-                f"{stretches[0].chosen_TLK.shape[2]}; give traces of one model"
+                f"document {stretch.document} has {layers} layers and {k} experts per token, the first has "
+                f"{first[0]} and {first[1]}; give traces of one model"
             )
         used = max([used, *(np.flatnonzero((stretch.chosen_TLK >= 0).any((0, 1))) + 1)])
     return [
@@ -357,34 +314,37 @@ def layer_numbers(part: Stretch | Load, shape: Shape) -> tuple[int | None, ...]:
     n_layers = part.chosen_TLK.shape[1] if isinstance(part, Stretch) else len(part.counts_LE)
     if shape.layers and n_layers == len(shape.layers):
         return tuple(shape.layers)
-    known = shape.layers if shape.layers and n_layers == shape.all_layers else None
-    return tuple(number if known is None or number in known else None for number in range(n_layers))
+    known = shape.layers if shape.layers and n_layers == shape.all_layers else range(n_layers)
+    return tuple(number if number in known else None for number in range(n_layers))
 
 
-def routed_layers(stretches: list[Stretch], shape: Shape) -> tuple[dict[int, str], list[int]]:
-    """Return the names of the MoE layers by number, and the numbers of layers that turn out to be dense."""
+def routed_rows(stretch: Stretch, names: dict[int, str], shape: Shape) -> dict[int, int]:
+    """Return where in the stretch the MoE layers are, by number."""
+    numbers = enumerate(layer_numbers(stretch, shape))
+    return {number: row for row, number in numbers if number is not None and number in names}
+
+
+def routed_layers(stretches: list[Stretch], shape: Shape, lines: list[str]) -> dict[int, str]:
+    """Return the names of the MoE layers by number; `lines` gets those that turn out to be dense."""
     names, filled, routed = dict[int, str](), set[int](), set[int]()
     for stretch in stretches:
-        numbers = layer_numbers(stretch, shape)
-        if not stretch.layers and len(numbers) != stretches[0].chosen_TLK.shape[1]:
-            raise BadInput(
-                f"document {stretch.document} has {len(numbers)} layers, the first has "
-                f"{stretches[0].chosen_TLK.shape[1]}; give traces of one model"
-            )
-        chosen_LTK = stretch.chosen_TLK.transpose(1, 0, 2)
-        for row, number in enumerate(numbers):
+        for row, number in enumerate(layer_numbers(stretch, shape)):
             if number is not None:
+                chosen_TK = stretch.chosen_TLK[:, row]
                 names[number] = stretch.layer_names[row] if stretch.layer_names else f"layer {number}"
-                if (chosen_LTK[row] >= 0).any():
+                if (chosen_TK >= 0).any():
                     filled.add(number)
-                if chosen_LTK.shape[2] == 1 or (chosen_LTK[row] != chosen_LTK[row][:, :1]).any():
+                if chosen_TK.shape[1] == 1 or (chosen_TK != chosen_TK[:, :1]).any():
                     routed.add(number)
     dense = sorted(filled - routed)
     if dense and not filled & routed:
         raise BadInput(
             "every token names one expert in all slots of every layer: no routing in it; record it again"
         )
-    return {number: names[number] for number in sorted(filled & routed)}, dense
+    if dense:
+        which = ", ".join(map(str, dense))
+        lines.append(f"layers {which} skipped as dense: all slots of a token name one expert")
+    return {number: names[number] for number in sorted(filled & routed)}
 
 
 def experts_of(layer: int, shape: Shape) -> int:

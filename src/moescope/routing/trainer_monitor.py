@@ -7,8 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from moescope.errors import BadInput
-from moescope.routing.monitor import LoopMonitor, Scan, logger
-from moescope.routing.monitor_run import Thresholds
+from moescope.routing.monitor import LoopMonitor, Scan, Thresholds, logger
 
 try:
     from transformers import TrainerCallback

@@ -5,6 +5,7 @@ Tokens are sorted by id once; counting a layer's choices is then linear in their
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,10 +20,8 @@ FEWEST = 8  # occurrences a token needs to count for specialisation
 CELLS = 2**22  # pairs of token and expert that are counted at a time
 STRENGTHS = (1.0, 3.0, 10.0, 30.0, 100.0, 300.0)
 
-COLUMNS = ("expert", "role", "token_id", "count", "share", "lift")  # of the vocabulary table, text aside
-
 Measured = tuple[str, float, float, float]  # metric, value, chance, collapse
-Columns = dict[str, Any]
+Columns = dict[str, Any]  # of the vocabulary table, text aside
 
 
 @dataclass(frozen=True)
@@ -36,9 +35,8 @@ class Tokens:
     @classmethod
     def of(cls, ids_T: Integers) -> Tokens:
         places_T = np.argsort(ids_T, kind="stable")
+        places_T = places_T[ids_T[places_T] >= 0]
         sorted_T = ids_T[places_T]
-        known_T = sorted_T >= 0
-        places_T, sorted_T = places_T[known_T], sorted_T[known_T]
         new_T = np.diff(sorted_T, prepend=-1) > 0
         return cls(sorted_T[new_T], places_T, np.cumsum(new_T, dtype=np.int32) - np.int32(1))
 
@@ -49,10 +47,8 @@ class Tokens:
         self, chosen_TK: Integers, n_experts: int, only_T: Integers | None = None
     ) -> sparse.csc_array:
         """Assignments of each token id to each expert, sparse; `only_T` chooses tokens of the text."""
-        places_T, rows_T = self.places_T, self.rows_T
-        if only_T is not None:
-            among_T = only_T[places_T]
-            places_T, rows_T = places_T[among_T], rows_T[among_T]
+        among_T = slice(None) if only_T is None else only_T[self.places_T]
+        places_T, rows_T = self.places_T[among_T], self.rows_T[among_T]
         step = max(CELLS // n_experts, 1)
         parts = []
         for first in range(0, max(len(self.ids_V), 1), step):
@@ -86,9 +82,8 @@ def top_tokens(counts_VE: sparse.csc_array, top: int = TOP) -> list[tuple[Intege
         share = counts / max(counts.sum(), 1)
         lift = share * total / per_token_V[rows]
         score = counts * np.log(lift)
-        best = np.arange(len(score))
-        if len(score) > top:  # few are sorted
-            best = np.flatnonzero(score >= np.partition(score, -top)[-top])
+        least = np.partition(score, -top)[-top] if len(score) > top else -np.inf
+        best = np.flatnonzero(score >= least)  # few are sorted
         order = best[np.lexsort((rows[best], -score[best]))[:top]]
         ranked.append((rows[order], counts[order], share[order], lift[order]))
     return ranked
@@ -106,7 +101,7 @@ def vocabulary_specialisation(counts_VE: sparse.csc_array, occurrences_V: Intege
     return float(favourite_V[frequent].sum() / occurrences_V[frequent].sum())
 
 
-def token_information(halves_VE: tuple[sparse.csc_array, sparse.csc_array]) -> float:
+def token_information(halves_VE: Sequence[sparse.csc_array]) -> float:
     """Held-out gain in nats of knowing the token: mean of log p(e | token)/p(e).
 
     Each half of the documents is fitted once and evaluated on the other. p(e | token) is shrunk towards p(e)
@@ -159,9 +154,8 @@ def gain(
 
 def permutation_within_documents(document_T: Integers, seed: int = 0) -> Integers:
     """Return a permutation of tokens within documents: keeps topics, breaks what a single token says."""
-    generator = np.random.default_rng(seed)
+    drawn_T = np.lexsort((np.random.default_rng(seed).random(len(document_T)), document_T))
     permutation_T = np.empty(len(document_T), np.int64)
-    drawn_T = np.lexsort((generator.random(len(document_T)), document_T))
     permutation_T[np.argsort(document_T, kind="stable")] = drawn_T
     return permutation_T
 
@@ -180,20 +174,14 @@ class Vocabulary:
             if (ids_T >= 0).any()
         }
 
-    def layer(self, layer: int, n_experts: int) -> tuple[list[Measured], Columns]:
-        """Return metrics (name, value, chance, collapse), and the columns of the vocabulary table."""
+    def layer(self, layer: int, n_experts: int) -> tuple[list[Measured], list[Columns]]:
+        """Return metrics (name, value, chance, collapse), and columns of the vocabulary table."""
         chosen_TK = self.probe.chosen_TK(layer)
-        metrics = []
-        columns: dict[str, list[Any]] = {name: [] for name in COLUMNS}
+        metrics, columns = list[Measured](), list[Columns]()
         for role, both in self.roles.items():
             if role == "input":
-                halves = [
-                    (
-                        tokens.counts_VE(chosen_TK, n_experts, self.first_T),
-                        tokens.counts_VE(chosen_TK, n_experts, ~self.first_T),
-                    )
-                    for tokens in both
-                ]
+                parts = self.first_T, ~self.first_T
+                halves = [[tokens.counts_VE(chosen_TK, n_experts, part) for part in parts] for tokens in both]
                 value, chance = map(token_information, halves)
                 metrics.append(("token_information", value, chance, 0.0))
                 tables = [first + second for first, second in halves]
@@ -204,15 +192,7 @@ class Vocabulary:
                 for counts_VE, tokens in zip(tables, both, strict=True)
             )
             metrics.append((f"vocabulary_specialisation_{role}", value, chance, 1.0))
-            for expert, (rows, count, share, lift) in enumerate(top_tokens(tables[0])):
-                part: tuple[Any, ...] = (
-                    expert,
-                    role,
-                    both[0].ids_V[rows],
-                    count.astype(np.int64),
-                    share,
-                    lift,
-                )
-                for name, content in zip(COLUMNS, part, strict=True):
-                    columns[name].append(np.broadcast_to(content, len(rows)))
-        return metrics, {name: np.concatenate(parts) for name, parts in columns.items()}
+            for expert, (rows, counts, share, lift) in enumerate(top_tokens(tables[0])):
+                ids = {"token_id": both[0].ids_V[rows], "count": counts.astype(np.int64)}
+                columns.append({"expert": expert, "role": role, **ids, "share": share, "lift": lift})
+        return metrics, columns

@@ -54,8 +54,7 @@ def cumulate(
 
 def cumulative_energy(energy_ER: Array | Tensor, k_grid: list[int]) -> Array:
     """[routers, ks + 1]: the energy up to each k (the total where k exceeds the rank), then the total."""
-    sums = energy_ER.cumsum(1)
-    rank = sums.shape[1]
+    sums, rank = energy_ER.cumsum(1), energy_ER.shape[1]
     selected = sums[:, [*(min(k, rank) - 1 for k in k_grid), rank - 1]]
     return selected if isinstance(selected, np.ndarray) else selected.cpu().numpy()
 
@@ -72,15 +71,6 @@ def random_expectation(ks: list[int], rank_E: Array, d_model: int) -> Array:
 def shuffle_null(M_KEE: Array) -> tuple[Array, Array]:
     """[K] mean and population standard deviation of all n^2 entries: the limit of many pooled re-pairings."""
     return M_KEE.mean(axis=(1, 2)), M_KEE.std(axis=(1, 2))
-
-
-def sampled_shuffle_null(M_KEE: Array, n_shuffles: int, seed: int) -> tuple[Array, Array]:
-    """[K] mean and standard deviation of `n_shuffles` sampled re-pairings, to compare with older results."""
-    generator = np.random.default_rng(seed)
-    n = M_KEE.shape[1]
-    pairings = np.stack([generator.permutation(n) for _ in range(n_shuffles)])
-    pooled = M_KEE[:, np.arange(n)[None, :], pairings].reshape(len(M_KEE), -1)
-    return pooled.mean(axis=1), pooled.std(axis=1)
 
 
 def z_scores(delta: Array, std_K: Array) -> Array:
@@ -117,20 +107,14 @@ def assignment_accuracy(M_KEE: Array) -> Array:
     """
     from scipy.optimize import linear_sum_assignment  # a report needs none of it
 
-    accuracies = []
-    for M_EE in M_KEE:
-        interaction_EE = M_EE - M_EE.mean(axis=1, keepdims=True) - M_EE.mean(axis=0, keepdims=True)
-        if np.ptp(interaction_EE) <= TIE:
-            accuracies.append(1 / len(M_EE))
-            continue
-        rows, columns = linear_sum_assignment(M_EE, maximize=True)
-        accuracies.append(float((rows == columns).mean()))
-    return np.array(accuracies)
+    accuracies = np.full(len(M_KEE), 1 / M_KEE.shape[1])
+    interaction_KEE = M_KEE - M_KEE.mean(axis=2, keepdims=True) - M_KEE.mean(axis=1, keepdims=True)
+    for index in np.flatnonzero(np.ptp(interaction_KEE, axis=(1, 2)) > TIE):
+        rows, columns = linear_sum_assignment(M_KEE[index], maximize=True)
+        accuracies[index] = (rows == columns).mean()
+    return accuracies
 
 
 def margins(M_KEE: Array) -> Array:
     """[K, E]: alignment with the paired expert less the best other expert's."""
-    others = M_KEE.copy()
-    index = np.arange(M_KEE.shape[1])
-    others[:, index, index] = -np.inf
-    return diagonal(M_KEE) - others.max(axis=2)
+    return diagonal(M_KEE) - np.where(np.eye(M_KEE.shape[1], dtype=bool), -np.inf, M_KEE).max(axis=2)

@@ -10,17 +10,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
-
-if TYPE_CHECKING:
-    from torch import Tensor
+from torch import Tensor
 
 PANEL = 32  # columns reduced before the rest of the matrix is updated
 LEAF = 32  # largest tridiagonal block that the library's batched solver handles
 ITERATIONS = 60  # limit of the secular equation's solver: mostly six, bisection where eigenvalues are tied
-Update = Callable[["Tensor", "Tensor", "Tensor"], tuple["Tensor", "Tensor", "Tensor"]]
+Update = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor, Tensor]]
 EPS = torch.finfo(torch.float64).eps
 TINY = 1e-150  # its square does not underflow
 SETTLED = 1e-9  # relative step below which the next one is lost in rounding: convergence is quadratic
@@ -65,8 +62,8 @@ def tridiagonalise(matrices_BNN: Tensor, vectors_BNV: Tensor) -> Reduction:
     """
     A, Y = matrices_BNN, vectors_BNV.clone()
     batch, rows = A.shape[:2]
-    diagonal, beside = A.new_zeros(batch, rows), A.new_zeros(batch, rows - 1)
-    reflectors, factors = A.new_zeros(batch, rows, rows - 1), A.new_zeros(batch, rows - 1)
+    diagonal, beside, factors = (A.new_zeros(batch, size) for size in (rows, rows - 1, rows - 1))
+    reflectors = A.new_zeros(batch, rows, rows - 1)
     for start in range(0, rows - 1, PANEL):
         end = min(start + PANEL, rows - 1)
         V, W = reflectors[:, :, start:end], A.new_zeros(batch, rows, end - start)
@@ -86,15 +83,18 @@ def tridiagonalise(matrices_BNN: Tensor, vectors_BNV: Tensor) -> Reduction:
             V[:, below, column - start] = v[..., 0]
             torch.sub(p[..., 0], ((tau * (v.mT @ p)) * v)[..., 0], alpha=0.5, out=W[:, below, column - start])
             factors[:, column] = tau[:, 0, 0]
-        rest = slice(end, None)
-        A[:, rest, rest].baddbmm_(V[:, rest], W[:, rest].mT, alpha=-1).baddbmm_(
-            W[:, rest], V[:, rest].mT, alpha=-1
-        )
-        tail, panel = Y[:, start + 1 :], V[:, start + 1 :]
-        triangle = inner(panel, factors[:, start:end]).tril()
-        tail.baddbmm_(panel, torch.linalg.solve_triangular(triangle, panel.mT @ tail, upper=False), alpha=-1)
+        v, w = V[:, end:], W[:, end:]
+        A[:, end:, end:].baddbmm_(v, w.mT, alpha=-1).baddbmm_(w, v.mT, alpha=-1)
+        reflect(Y[:, start + 1 :], V[:, start + 1 :], factors[:, start:end])
     diagonal[:, -1] = A[:, -1, -1]
     return Reduction(diagonal, beside, Y, reflectors, factors)
+
+
+def reflect(vectors_BNV: Tensor, V_BNP: Tensor, factors_BP: Tensor) -> None:
+    """Apply a panel's reflections to the vectors, in place."""
+    triangle = inner(V_BNP, factors_BP).tril()
+    products = torch.linalg.solve_triangular(triangle, V_BNP.mT @ vectors_BNV, upper=False)
+    vectors_BNV.baddbmm_(V_BNP, products, alpha=-1)
 
 
 def householder(columns_BM1: Tensor, beta_B: Tensor) -> tuple[Tensor, Tensor]:
@@ -158,19 +158,15 @@ def divide_and_conquer(
     """
     update = update or rank_one_update
     batch, rows = diagonal_BN.shape
-    scale = torch.maximum(
-        diagonal_BN.abs().amax(1), beside_BN.abs().amax(1) if rows > 1 else diagonal_BN.abs().amax(1)
-    )
-    scale = torch.where(scale > 0, scale, 1.0)[:, None]
-    levels = max(0, (rows - 1) // LEAF).bit_length()
-    leaf = -(-rows // (1 << levels))
-    padding = (leaf << levels) - rows
-    blocks = 1 << levels
+    scale = torch.cat([diagonal_BN, beside_BN], 1).abs().amax(1, keepdim=True)
+    scale = torch.where(scale > 0, scale, 1.0)
+    blocks = 1 << ((rows - 1) // LEAF).bit_length()
+    leaf = -(-rows // blocks)
+    padding = leaf * blocks - rows
     # padding lies below all eigenvalues (3 exceeds the norm of a scaled tridiagonal matrix), so that it sorts
     # first
-    below = -3.0 - torch.arange(padding, 0, -1, device=diagonal_BN.device, dtype=diagonal_BN.dtype) / max(
-        padding, 1
-    )
+    steps = torch.arange(padding, 0, -1, device=diagonal_BN.device, dtype=diagonal_BN.dtype)
+    below = -3.0 - steps / max(padding, 1)
     a = torch.cat([below.expand(batch, padding), diagonal_BN / scale], 1)
     b = torch.cat([beside_BN.new_zeros(batch, padding), beside_BN / scale], 1)
     sign = torch.where(b < 0, -1.0, 1.0)

@@ -3,18 +3,214 @@
 from __future__ import annotations
 
 import math
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import numpy as np
 
 from moescope.errors import unknown_name
-from moescope.spectral.solvers import Solution, solve_bidiagonal, solve_gram
+from moescope.spectral.lapack import blas, lapack, lapack_with_workspace, product
+from moescope.types import Array
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from moescope.types import Array
+# --- the spectrum of one expert, without forming all singular vectors
+
+LEAF = 25  # size at which dlasda stops dividing
+DENSE = 64  # up to this size forming all singular vectors costs nothing
+ROUTERS_PER_DIMENSION = 1 / 16  # beyond, all eigenvectors are quicker than the compact form (measured: 0.07)
+
+
+class Solution(NamedTuple):
+    """One expert's spectrum by some method, not yet checked for accuracy."""
+
+    values_R: Array  # singular values, descending
+    coordinates_ER: Array  # v_a . r_i, with arbitrary signs
+    leading_DK: Array  # the first right singular vectors, with arbitrary signs
+
+
+class BidiagonalSVD:
+    """U S V' of the upper bidiagonal B, with U and V stored as the divide-and-conquer steps that make them.
+
+    Applying U' to n vectors takes O(n d^2); U and V, which take O(d^3), are never formed. These are the
+    routines of LAPACK's least-squares driver dgelsd (dlasda, dlalsa); Gu and Eisenstat, SIAM J. Matrix Anal.
+    Appl. 16 (1995).
+    """
+
+    def __init__(self, diagonal_R: Array, above_R: Array) -> None:
+        size = len(diagonal_R)
+        self.scale = float(max(np.abs(diagonal_R).max(), np.abs(above_R).max(initial=0.0)))
+        values, above = diagonal_R / self.scale, np.append(above_R / self.scale, 0.0)
+        if size <= DENSE:
+            left, values, right = np.linalg.svd(np.diag(values) + np.diag(above[:-1], 1))
+            self.dense, self.order = (left, right.T), np.arange(size)
+        else:
+            # As in LAPACK's drivers, a diagonal entry within rounding of zero is moved to where division is
+            # safe.
+            tiny = np.finfo(float).eps / 2
+            values = np.where(np.abs(values) < tiny, np.copysign(tiny, values), values)
+            levels = int(np.log2(size / (LEAF + 1))) + 1
+            # dlasda's arguments u, vt, difl, difr, z, poles, givnum, c, s; then k, givptr, givcol, perm
+            reals = (LEAF, LEAF + 1, levels, 2 * levels, levels, 2 * levels, 2 * levels, 1, 1)
+            u, vt, *updates, givnum, c, s = (np.zeros((columns, size)) for columns in reals)
+            integers = (1, 1, 2 * levels, levels)
+            k, givptr, givcol, perm = (np.zeros((columns, size), np.int32) for columns in integers)
+            self.steps: tuple[Any, ...] = (u, size, vt, k, *updates, givptr, givcol, size, perm, givnum, c, s)
+            self.workspace = np.empty(6 * size + (LEAF + 1) ** 2), np.empty(7 * size, np.int32)
+            lapack("dlasda", 1, LEAF, size, 0, values, above, *self.steps, *self.workspace)
+            self.order = np.argsort(-values, kind="stable")
+        self.values_R: Array = values[self.order] * self.scale
+
+    def left_coordinates(self, rows_ER: Array) -> Array:
+        """[E, R]: u_a . row for each row, in the order of the singular values."""
+        if len(self.order) <= DENSE:
+            return rows_ER @ self.dense[0]
+        return self.apply(0, rows_ER)[:, self.order]
+
+    def right_vectors(self, count: int) -> Array:
+        """[R, count]: the first right singular vectors."""
+        if len(self.order) <= DENSE:
+            return self.dense[1][:, :count]
+        return self.apply(1, (self.order[:count, None] == np.arange(len(self.order))).astype(float)).T
+
+    def apply(self, right: int, rows: Array) -> Array:
+        source, result = rows.copy(), np.empty_like(rows)  # dlalsa overwrites its input
+        n, size = rows.shape
+        lapack("dlalsa", right, LEAF, size, n, source, size, result, size, *self.steps, *self.workspace)
+        return result
+
+
+def solve_bidiagonal(matrix_FD: Array, routers_ED: Array, leading: int) -> Solution:
+    """Solve to the accuracy of an SVD: W is reduced to bidiagonal form, never squared.
+
+    Formula: with the triangular factor X of W (W' = X Q if tall, W' = Q X if wide), the right singular
+    vectors of W are the left ones of X (times Q, if wide), and X = Q1 B P1' for a bidiagonal B: v_a . r =
+    u_a(B) . Q1' r, or Q1' Q' r. For the leading vectors B is flipped about its antidiagonal, which turns its
+    left singular vectors into right ones: the compact form can only form those one by one.
+    """
+    hidden, width = matrix_FD.shape
+    size = min(hidden, width)
+    reduced = np.array(matrix_FD, order="C")  # C order [F, D] is W' to LAPACK; overwritten
+    outer_scales = np.empty(size)
+    rows = routers_ED.copy()
+    outer = (size, reduced, width, outer_scales)
+    if hidden >= width:
+        lapack_with_workspace("dgelqf", width, hidden, *outer[1:])
+        triangle = np.tril(reduced[:size].T)
+    else:
+        lapack_with_workspace("dgeqrf", width, hidden, *outer[1:])
+        triangle = np.triu(reduced[:, :size].T)
+        lapack_with_workspace("dormqr", "L", "T", width, len(rows), *outer, rows, width)
+        rows = rows[:, :size].copy()
+    triangle = np.asfortranarray(triangle)
+    diagonal, above, left_scales, right_scales = (np.empty(size) for _ in range(4))
+    lapack_with_workspace("dgebrd", size, size, triangle, size, diagonal, above, left_scales, right_scales)
+    above = above[:-1]
+
+    def rotate(rows_NR: Array, transposed: str) -> None:
+        factor = (size, triangle, size, left_scales)
+        lapack_with_workspace("dormbr", "Q", "L", transposed, size, len(rows_NR), *factor, rows_NR, size)
+
+    rotate(rows, "T")
+    svd = BidiagonalSVD(diagonal, above)
+    coordinates = svd.left_coordinates(rows)
+    mirrored = BidiagonalSVD(diagonal[::-1], above[::-1])
+    vectors = np.ascontiguousarray(mirrored.right_vectors(min(leading, size))[::-1].T)
+    rotate(vectors, "N")
+    if hidden < width:
+        vectors = np.pad(vectors, ((0, 0), (0, width - size)))
+        lapack_with_workspace("dormqr", "L", "N", width, len(vectors), *outer, vectors, width)
+    return Solution(svd.values_R, coordinates, vectors.T)
+
+
+def solve_gram(matrix_FD: Array, routers_ED: Array, leading: int) -> Solution:
+    """Solve quickly, from the eigenvalues of W'W, or of WW' where that is smaller.
+
+    Formula: W'W = Q T Q' with T tridiagonal, T = Z S^2 Z'; then v_a . r = z_a . Q' r. Only the leading
+    vectors Q z_a are formed. When F < D, WW' is used: v_a . r = (z_a . Q' W r) / s_a and v_a = W' Q z_a /
+    s_a, made orthogonal to the stronger ones, of which rounding leaves a part in it.
+
+    Squaring costs half the digits at the small end of the spectrum: the caller must check the result. Raises
+    LinAlgError where W'W is not positive definite to rounding.
+    """
+    from scipy.linalg import qr
+
+    hidden, width = matrix_FD.shape
+    tall, size = hidden >= width, min(hidden, width)
+    leading = min(leading, size)
+    gram = np.empty((size, size))
+    matrix = np.ascontiguousarray(matrix_FD)  # which is W' to LAPACK
+    blas("dsyrk", "L", "N" if tall else "T", size, max(hidden, width), 1.0, matrix, width, 0.0, gram, size)
+    rows = np.array(routers_ED, order="C") if tall else product(routers_ED, matrix, transposed=True)
+
+    diagonal, beside, scales = np.empty(size), np.empty(size), np.empty(size)
+    lapack_with_workspace("dsytrd", "L", size, gram, size, diagonal, beside, scales)
+    beside = beside[: size - 1]
+
+    def rotate(vectors_NR: Array, transposed: str) -> None:
+        n = len(vectors_NR)
+        lapack_with_workspace("dormtr", "L", "L", transposed, size, n, gram, size, scales, vectors_NR, size)
+
+    rotate(rows, "T")
+    if size <= DENSE or len(rows) > ROUTERS_PER_DIMENSION * size:
+        squares, eigenvectors = all_eigenvectors(diagonal, beside)
+        values = np.sqrt(np.maximum(squares, 0))
+        coordinates, vectors = product(rows, eigenvectors, transposed=True), eigenvectors[:leading].copy()
+        if not values[-1] > 0:
+            raise np.linalg.LinAlgError("the Gram matrix is not positive definite")
+    else:
+        svd = BidiagonalSVD(*bidiagonal_root(diagonal, beside))
+        values, coordinates = svd.values_R, svd.left_coordinates(rows)
+        vectors = leading_eigenvectors(diagonal, beside, leading)
+    rotate(vectors, "N")
+    if not tall:
+        coordinates = coordinates / values
+        vectors = qr(product(vectors, matrix).T, mode="economic", check_finite=False)[0].T
+    return Solution(values, coordinates, vectors.T)
+
+
+def bidiagonal_root(diagonal_R: Array, beside_R: Array) -> tuple[Array, Array]:
+    """(diagonal, superdiagonal) of the upper bidiagonal B with BB' = T: B's left singular vectors are T's
+    eigenvectors."""
+    from scipy.linalg.lapack import dpttrf
+
+    # Cholesky gives a lower factor; applied from the last row upwards, it gives the upper one.
+    pivots, ratios, info = dpttrf(diagonal_R[::-1], beside_R[::-1])
+    if info:
+        raise np.linalg.LinAlgError("the Gram matrix is not positive definite")
+    roots = np.sqrt(pivots)
+    return roots[::-1], (ratios * roots[:-1])[::-1]
+
+
+def all_eigenvectors(diagonal_R: Array, beside_R: Array) -> tuple[Array, Array]:
+    """(eigenvalues, descending; eigenvectors, one per row) of the tridiagonal T."""
+    size = len(diagonal_R)
+    eigenvalues, vectors = diagonal_R.copy(), np.empty((size, size))
+    reals, integers = 1 + 4 * size + size**2, 3 + 5 * size
+    workspace = (np.empty(reals), reals, np.empty(integers, np.int32), integers)
+    lapack("dstevd", "V", size, eigenvalues, np.append(beside_R, 0.0), vectors, size, *workspace)
+    return eigenvalues[::-1], vectors[::-1]
+
+
+def leading_eigenvectors(diagonal_R: Array, beside_R: Array, count: int) -> Array:
+    """[count, R]: T's eigenvectors of the largest eigenvalues, largest first, one per row."""
+    size = len(diagonal_R)
+    vectors = np.empty((count, size))
+    selection = (0.0, 0.0, size - count + 1, size)  # vl, vu (unused), il, iu
+    results = (np.zeros(1, np.int32), np.empty(size), vectors, size, count, np.empty(2 * count, np.int32))
+    reals, integers = np.empty(18 * size), np.empty(10 * size, np.int32)
+    workspace = (np.ones(1, np.int32), reals, len(reals), integers, len(integers))
+    beside = np.append(beside_R, 0.0)
+    lapack("dstemr", "V", "I", size, diagonal_R.copy(), beside, *selection, *results, *workspace)
+    return np.ascontiguousarray(vectors[::-1])
+
+
+# --- one decomposition per expert
 
 LEADING_VECTORS = 64  # how many singular vectors the subspace analyses may use
 TOLERANCE = {"fast": 1e-6, "exact": 1e-9}  # of the possible error of align by the Gram method
@@ -62,32 +258,33 @@ def decompose(
 
     if precision not in TOLERANCE:
         raise unknown_name("precision", precision, list(TOLERANCE))
-    hidden, width = matrix_FD.shape
-    long_side = max(hidden, width)
-    matrix, scale = remove_scale(matrix_FD)
+    shape = matrix_FD.shape
+    matrix = matrix_FD.to(torch.float64, memory_format=torch.contiguous_format)
+    # Squares of very large or small weights would leave fp64's range; dividing by a power of two rounds
+    # nothing. Ordinary weights are not worth a copy.
+    lowest, highest = torch.aminmax(matrix)
+    exponent = math.frexp(max(-float(lowest), float(highest)))[1]
+    scale = 2.0 ** (exponent - 1) if abs(exponent) > 256 else 1.0
+    matrix = matrix if scale == 1.0 else matrix / scale
     W, rows = matrix.numpy(), routers_ED.to(torch.float64).contiguous().numpy()
     bits = bits or tensor_bits(matrix_FD)
     fallback = True
-    try:
+    with suppress(np.linalg.LinAlgError):  # the Gram matrix has no square root: rank-deficient
         solution = solve_gram(W, rows, leading)
-        rank = int(numerical_rank(solution.values_R, (hidden, width), bits))
+        rank = int(numerical_rank(solution.values_R, shape, bits))
         squares, coordinates = map(torch.from_numpy, (solution.values_R**2, solution.coordinates_ER))
         ks = within_rank(k_grid, rank)
-        fallback = not gram_suffices(
-            squares[None], coordinates[None], long_side, hidden >= width, ks, TOLERANCE[precision]
-        )
-    except np.linalg.LinAlgError:  # the Gram matrix has no square root: rank-deficient
-        pass
+        fallback = not gram_suffices(squares[None], coordinates[None], shape, ks, TOLERANCE[precision])
     if fallback:
         solution = solve_bidiagonal(W, rows, leading)
-        rank = int(numerical_rank(solution.values_R, (hidden, width), bits))
+        rank = int(numerical_rank(solution.values_R, shape, bits))
     solution = Solution(*(part[..., :rank] for part in solution))
     orientation = np.where(matrix.mean(0).numpy() @ solution.leading_DK < 0, -1.0, 1.0)
     return Decomposition(
         singular_values_R=solution.values_R * scale,
         energy_ER=solution.coordinates_ER**2,
         leading_DK=solution.leading_DK * orientation,
-        full_rank=min(hidden, width),
+        full_rank=min(shape),
         fallback=fallback,
     )
 
@@ -99,7 +296,7 @@ def tensor_bits(matrix: Tensor) -> int:
     return 1 - int(math.log2(torch.finfo(matrix.dtype).eps))
 
 
-def numerical_rank(values: Any, shape: tuple[int, ...], bits: int) -> Any:
+def numerical_rank(values: Any, shape: Sequence[int], bits: int) -> Any:
     """Number of singular values [..., R] (array or tensor, descending) that rounding cannot have made.
 
     Weights stored with p significand bits differ from those meant by up to 2^-p of each, and a matrix of
@@ -137,29 +334,8 @@ def within_rank(k_grid: list[int], rank: int) -> list[int]:
     return sorted({max(min(k, rank), 1) for k in (*k_grid, rank)})
 
 
-def remove_scale(matrix_FD: Tensor) -> tuple[Tensor, float]:
-    """(W / scale in contiguous fp64, scale), scale a power of two, so that nothing is rounded.
-
-    Squares of very large or small weights would leave fp64's range.
-    """
-    import torch
-
-    matrix = matrix_FD.to(torch.float64, memory_format=torch.contiguous_format)
-    lowest, highest = torch.aminmax(matrix)
-    exponent = math.frexp(max(-float(lowest), float(highest)))[1]
-    if abs(exponent) <= 256:  # ordinary weights: not worth a copy
-        return matrix, 1.0
-    scale = 2.0 ** (exponent - 1)
-    return matrix / scale, scale
-
-
 def gram_suffices(
-    squares_BR: Tensor,
-    coordinates_BER: Tensor,
-    long_side: int,
-    tall: bool,
-    k_grid: list[int],
-    tolerance: float,
+    squares_BR: Tensor, coordinates_BER: Tensor, shape: Sequence[int], k_grid: list[int], tolerance: float
 ) -> Tensor:
     """[B]: whether the possible error of align by the Gram method is within the tolerance at every k.
 
@@ -174,9 +350,9 @@ def gram_suffices(
     """
     import torch
 
-    rank = squares_BR.shape[1]
+    rank, tall = squares_BR.shape[1], shape[0] >= shape[1]
     noise_B = 8 * torch.finfo(torch.float64).eps * squares_BR[:, 0]
-    fine_B = squares_BR[:, -1] > noise_B * long_side  # False for NaN too
+    fine_B = squares_BR[:, -1] > noise_B * max(shape)  # False for NaN too
     energy, values = coordinates_BER.square(), squares_BR.sqrt()
     for k in k_grid:
         top_B = squares_BR[:, k - 1] >= squares_BR[:, 0] / 64
@@ -219,3 +395,23 @@ def spectrum_statistics(singular_values_R: Array) -> dict[str, float | int]:
         "rank": len(s),
         "condition": float(s[0] / s[-1]),
     }
+
+
+# --- several experts at once
+
+Item = TypeVar("Item")
+Result = TypeVar("Result")
+
+
+def submitted(
+    pool: ThreadPoolExecutor, work: Callable[[Item], Result], items: Iterable[tuple[int, Item]], ahead: int
+) -> Iterator[tuple[int, Future[Result]]]:
+    """Yield (expert, future of work(item)) in input order; up to `ahead` items are in the pool at a time."""
+    pending: deque[tuple[int, Future[Result]]] = deque()
+    for expert, item in items:
+        pending.append((expert, pool.submit(work, item)))
+        del item  # the worker holds the only reference, so memory is freed when it finishes
+        if len(pending) >= ahead:
+            yield pending.popleft()
+    while pending:
+        yield pending.popleft()

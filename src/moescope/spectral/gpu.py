@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import logging
+import math
 import threading
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, fields
 from functools import cache
-from typing import TYPE_CHECKING
+from itertools import islice
+from typing import Any
 
-import numpy as np
 import torch
+from torch import Tensor
 
 from moescope.spectral.batched_eigen import PANEL, Reduction, Update, divide_and_conquer, tridiagonalise
 from moescope.spectral.decompose import (
@@ -22,14 +23,11 @@ from moescope.spectral.decompose import (
     Decomposition,
     gram_suffices,
     numerical_rank,
+    submitted,
     tensor_bits,
     within_rank,
 )
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from moescope.types import Array
+from moescope.types import Array
 
 logger = logging.getLogger("moescope")
 ARRAYS_HELD = 14  # n x n arrays per matrix while a batch is solved, at most
@@ -127,11 +125,6 @@ def thread_stream(device: str) -> AbstractContextManager[None]:
     return torch.cuda.stream(thread_state.stream)
 
 
-def solver_stream() -> torch.cuda.Stream | None:
-    """The stream of all decompositions; None, which torch ignores, without a GPU, so that tests need none."""
-    return torch.cuda.default_stream() if torch.cuda.is_available() else None
-
-
 def read_ahead(
     read: Callable[[int], Tensor], experts: list[int]
 ) -> Iterator[tuple[int, Callable[[], Tensor]]]:
@@ -148,19 +141,13 @@ def read_ahead(
             tensor.record_stream(solver)
         return tensor
 
-    pending: deque[tuple[int, Future[Tensor]]] = deque()
     with ThreadPoolExecutor(READERS) as pool:
         try:
-            for expert in experts:
-                pending.append((expert, pool.submit(read_in_stream, expert)))
-                if len(pending) >= READERS * AHEAD:
-                    first, future = pending.popleft()
-                    yield first, future.result
-            while pending:
-                first, future = pending.popleft()
-                yield first, future.result
+            items = zip(experts, experts, strict=True)
+            for expert, future in submitted(pool, read_in_stream, items, READERS * AHEAD):
+                yield expert, future.result
         finally:
-            pool.shutdown(wait=True, cancel_futures=True)
+            pool.shutdown(cancel_futures=True)
 
 
 def in_batches(
@@ -173,23 +160,17 @@ def in_batches(
     waiting: Callable[[], AbstractContextManager[None]],
 ) -> Iterator[tuple[int, Decomposition]]:
     """Yield (expert, its decomposition) in input order, in batches as large as the device's memory allows."""
-    batch: list[tuple[int, Tensor]] = []
-    room = 0
-
-    def solve() -> Iterator[tuple[int, Decomposition]]:
-        with waiting(), solver_lock, torch.cuda.stream(solver_stream()):
-            numbers, matrices = zip(*batch, strict=True)
-            decompositions = decompose_batch(list(matrices), routers_ED, k_grid, TOLERANCE[precision], bits)
-        batch.clear()
+    following = iter(experts)
+    while batch := list(islice(following, 1)):
+        batch += islice(following, batch_size(count, *sorted(batch[0][1].shape)) - 1)
+        numbers, matrices = map(list, zip(*batch, strict=True))
+        del batch
+        # one stream for all decompositions; without a GPU, as in tests, None, which torch ignores
+        stream = torch.cuda.default_stream() if torch.cuda.is_available() else None
+        with waiting(), solver_lock, torch.cuda.stream(stream):
+            decompositions = decompose_batch(matrices, routers_ED, k_grid, TOLERANCE[precision], bits)
+        del matrices
         yield from zip(numbers, decompositions, strict=True)
-
-    for expert, matrix in experts:
-        room = room or batch_size(count, min(matrix.shape), max(matrix.shape))
-        batch.append((expert, matrix))
-        if len(batch) == room:
-            yield from solve()
-    if batch:
-        yield from solve()
 
 
 @cache  # free memory changes, and another size would need a new recording
@@ -199,8 +180,7 @@ def batch_size(count: int, side: int, long_side: int) -> int:
     free, _ = torch.cuda.mem_get_info()
     bytes_per_matrix = 8 * (ARRAYS_HELD * side * side + 3 * side * long_side)
     room = max(1, min(MAX_BATCH, int(free / 2 / bytes_per_matrix)))
-    batches = -(-count // room)
-    return -(-count // batches)
+    return math.ceil(count / math.ceil(count / room))
 
 
 def decompose_batch(
@@ -210,9 +190,9 @@ def decompose_batch(
     tolerance: float,
     bits: int | None = None,
 ) -> list[Decomposition]:
-    """Decompose matrices of one shape together, as `decompose` does; inaccurate ones again, one by one."""
-    hidden, width = matrices_FD[0].shape
-    tall, side = hidden >= width, min(hidden, width)
+    """Decompose matrices of one shape together, as `decompose` does; inaccurate ones again, by SVD."""
+    shape = matrices_FD[0].shape
+    tall, side = shape[0] >= shape[1], min(shape)
     bits = bits or tensor_bits(matrices_FD[0])
     W = torch.stack(matrices_FD).to(torch.float64)
     # Squares of very large or small weights would leave fp64's range; dividing by a power of two rounds
@@ -236,14 +216,12 @@ def decompose_batch(
     values = squares.clamp_min(0).sqrt()
     if not tall:
         coordinates = coordinates / values[:, None]
-    rank_B = numerical_rank(values, (hidden, width), bits)
+    rank_B = numerical_rank(values, shape, bits)
     ranks = rank_B.tolist()
     accurate = torch.zeros_like(eigen.converged_B)
     for rank in set(ranks):
         same, ks = rank_B == rank, within_rank(k_grid, rank)
-        accurate[same] = gram_suffices(
-            squares[same], coordinates[same], max(hidden, width), tall, ks, tolerance
-        )
+        accurate[same] = gram_suffices(squares[same], coordinates[same], shape, ks, tolerance)
     accurate &= eigen.converged_B & lengths_agree.all(1) & moments_agree.all(1)
     leading = reduced.back(eigen.top_vectors(min(LEADING_VECTORS, side)))
     if not tall:
@@ -256,77 +234,44 @@ def decompose_batch(
             all_values[index, :rank], energy[index, :, :rank], leading[index, :, :rank], side, fallback=False
         )
         if suffices
-        else replace(decompose_one(matrices_FD[index], routers_ED, k_grid, tolerance, bits), fallback=True)
+        else decompose_by_svd(matrices_FD[index], routers_ED, bits)
         for index, (rank, suffices) in enumerate(zip(ranks, accurate.tolist(), strict=True))
     ]
 
 
-def decompose_one(
-    matrix_FD: Tensor,
-    routers_ED: Tensor,
-    k_grid: list[int],
-    tolerance: float,
-    bits: int | None = None,
-) -> Decomposition:
-    """Decompose one matrix by torch's eigh of the Gram matrix, or by torch's SVD where that is inaccurate."""
+def decompose_by_svd(matrix_FD: Tensor, routers_ED: Tensor, bits: int | None = None) -> Decomposition:
+    """Decompose one matrix by torch's SVD, which never squares it and takes much longer."""
     matrix = matrix_FD.to(torch.float64)
     scale = torch.exp2(torch.floor(torch.log2(matrix.abs().max())))
-    matrix = matrix / scale
-    routers = routers_ED.to(matrix)
-    hidden, width = matrix.shape
-    tall, long_side = hidden >= width, max(hidden, width)
-    bits = bits or tensor_bits(matrix_FD)
-    eigenvalues, basis = torch.linalg.eigh(matrix.T @ matrix if tall else matrix @ matrix.T)
-    squares, basis = eigenvalues.flip(0), basis.flip(1)
-    values = squares.clamp_min(0).sqrt()
-    coordinates = routers @ basis if tall else (routers @ matrix.T) @ basis / values
-    rank = int(numerical_rank(values, (hidden, width), bits))
-    ks = within_rank(k_grid, rank)
-    fallback = not gram_suffices(squares[None], coordinates[None], long_side, tall, ks, tolerance)
-    if fallback:
-        _, values, right = torch.linalg.svd(matrix, full_matrices=False)
-        rank = int(numerical_rank(values, (hidden, width), bits))
-        vectors = right.T
-        coordinates = routers @ vectors
-    else:
-        leading = basis[:, :LEADING_VECTORS]
-        vectors = leading if tall else matrix.T @ leading / values[:LEADING_VECTORS]
-    values, coordinates, vectors = values[:rank], coordinates[:, :rank], vectors[:, :rank]
-    vectors = vectors[:, :LEADING_VECTORS]
-    orientation = torch.where((matrix @ vectors).mean(0) < 0, -1.0, 1.0).to(vectors)
+    _, values, right = torch.linalg.svd(matrix / scale, full_matrices=False)
+    rank = int(numerical_rank(values, matrix.shape, bits or tensor_bits(matrix_FD)))
+    vectors = right[:rank].T
+    leading = vectors[:, :LEADING_VECTORS]
     return Decomposition(
-        singular_values_R=(values * scale).cpu().numpy(),
-        energy_ER=coordinates.square(),
-        leading_DK=vectors * orientation,
-        full_rank=min(hidden, width),
-        fallback=fallback,
+        singular_values_R=(values[:rank] * scale).cpu().numpy(),
+        energy_ER=(routers_ED.to(matrix) @ vectors).square(),
+        leading_DK=leading * torch.where((matrix @ leading).mean(0) < 0, -1.0, 1.0),
+        full_rank=min(matrix.shape),
+        fallback=True,
     )
 
 
-def pair_similarities(leading_EDK: Sequence[Tensor], ks: list[int]) -> list[tuple[Array, ...]]:
-    """`subspaces.row_similarities` for all pairs of experts, in blocks that fit a small GPU."""
+def pair_similarities(
+    leading_EDK: Sequence[Tensor], ks: list[int], of_block: Callable[..., list[tuple[Any, Any, Any]]]
+) -> list[list[tuple[Array, ...]]]:
+    """`subspaces.block_similarities` for all pairs of experts, in blocks that fit a small GPU."""
     stacked = torch.stack([vectors[:, : max(ks)] for vectors in leading_EDK])
     first, second = torch.triu_indices(len(stacked), len(stacked), 1, device=stacked.device)
     pairs = max(1, ROWS_PER_BLOCK // stacked.shape[1])
     blocks = [
-        block_similarities(stacked[left].mT @ stacked[right], ks)
+        of_block(stacked[left].mT @ stacked[right], ks, largest_singular_value)
         for left, right in zip(first.split(pairs), second.split(pairs), strict=True)
     ]
-    return [
-        tuple(np.concatenate(parts) for parts in zip(*of_k, strict=True))
-        for of_k in zip(*blocks, strict=True)
-    ]
+    return [[tuple(part.cpu().numpy() for part in of_k) for of_k in block] for block in blocks]
 
 
-def block_similarities(products_PKK: Tensor, ks: list[int]) -> list[tuple[Array, ...]]:
-    parts_per_k = []
-    for k in ks:
-        block = products_PKK[:, :k, :k]
-        squared = block @ block.mT
-        overlap = squared.diagonal(dim1=-2, dim2=-1).sum(-1) / k
-        parts = block[:, 0, 0], overlap, largest_eigenvalue(squared).clamp_min(0).sqrt()
-        parts_per_k.append(tuple(part.cpu().numpy() for part in parts))
-    return parts_per_k
+def largest_singular_value(blocks_PKK: Tensor) -> Tensor:
+    return largest_eigenvalue(blocks_PKK @ blocks_PKK.mT).clamp_min(0).sqrt()
 
 
 def largest_eigenvalue(matrices_PKK: Tensor) -> Tensor:

@@ -31,8 +31,7 @@ def routine(name: str) -> Any:
     from scipy.linalg import cython_blas, cython_lapack
 
     published = cython_lapack.__pyx_capi__ | cython_blas.__pyx_capi__
-    signature = CAPSULE_NAME(published[name])
-    return ctypes.CFUNCTYPE(None)(CAPSULE_POINTER(published[name], signature))
+    return ctypes.CFUNCTYPE(None)(CAPSULE_POINTER(published[name], CAPSULE_NAME(published[name])))
 
 
 def to_fortran(argument: str | int | float | np.ndarray[Any, Any]) -> Any:

@@ -60,8 +60,8 @@ def pairings(n: int, seed: int) -> tuple[Indices, bool]:
     """
     if n <= EXACT_UP_TO:
         return np.ascontiguousarray(np.array(list(itertools.permutations(range(n))), dtype=np.intp).T), True
-    generator = np.random.default_rng(seed)
-    sampled_PE = generator.permuted(np.tile(np.arange(n, dtype=np.intp), (SAMPLED_PAIRINGS, 1)), axis=1)
+    stored_PE = np.tile(np.arange(n, dtype=np.intp), (SAMPLED_PAIRINGS, 1))
+    sampled_PE = np.random.default_rng(seed).permuted(stored_PE, axis=1)
     return np.ascontiguousarray(sampled_PE.T), False
 
 
@@ -109,23 +109,18 @@ def pairing_test(matrix: AlignmentMatrix, seed: int = 0) -> PairingTest:
         return reached / len(null_P) if exact else (reached + 1) / (len(null_P) + 1)
 
     best = best_index(accuracy_K, matrix.degenerate_K)
+    p_value = p_lower = p_accuracy = 1.0
+    p_adjusted_K, chance_accuracy = np.ones(len(M_KEE)), 1 / n
     if usable_K.any():
         highest_P, lowest_P = Z_KP[usable_K].max(axis=0), Z_KP[usable_K].min(axis=0)
         p_value = tail(highest_P, perm_z_K[usable_K].max())
         p_lower = tail(-lowest_P, -perm_z_K[usable_K].min())
-        p_adjusted_K = np.array([tail(highest_P, z) for z in perm_z_K])
-    else:
-        p_value = p_lower = 1.0
-        p_adjusted_K = np.ones(len(M_KEE))
-    p_adjusted_K[~usable_K] = 1.0
-    candidates = np.flatnonzero(~matrix.degenerate_K)
-    if len(candidates):
-        best_accuracy_P = paired_means(hits_KEE[candidates], pairings_EP).max(axis=0)
-        p_accuracy = tail(best_accuracy_P, accuracy_K[candidates].max())
+        p_adjusted_K[usable_K] = [tail(highest_P, z) for z in perm_z_K[usable_K]]
+    if best is not None:
+        best_accuracy_P = paired_means(hits_KEE[~matrix.degenerate_K], pairings_EP).max(axis=0)
+        p_accuracy = tail(best_accuracy_P, accuracy_K[best])
         chance_accuracy = float(best_accuracy_P.mean())
-    else:
-        p_accuracy, chance_accuracy = 1.0, 1 / n
-    layer_verdict = verdict(matrix, accuracy_K, best, p_value, p_accuracy)
+    layer_verdict, order = verdict(matrix, accuracy_K, best, p_value, p_accuracy)
     return PairingTest(
         perm_z_K=perm_z_K,
         p_adjusted_K=p_adjusted_K,
@@ -138,22 +133,20 @@ def pairing_test(matrix: AlignmentMatrix, seed: int = 0) -> PairingTest:
         best_accuracy=float("nan") if best is None else float(accuracy_K[best]),
         chance_accuracy=chance_accuracy,
         verdict=layer_verdict,
-        other_order=other_order(matrix) if layer_verdict == PERMUTED else None,
+        other_order=order,
         null_means_KP=null_KP,
     )
 
 
 def best_index(accuracy_K: Array, degenerate_K: np.ndarray[tuple[int], np.dtype[np.bool_]]) -> int | None:
     """Index of the k of highest argmax accuracy, ties to the smallest k, degenerate ks excluded."""
-    if degenerate_K.all():
-        return None
-    return int(np.argmax(np.where(degenerate_K, -1.0, accuracy_K)))
+    return None if degenerate_K.all() else int(np.argmax(np.where(degenerate_K, -1.0, accuracy_K)))
 
 
 def verdict(
     matrix: AlignmentMatrix, accuracy_K: Array, best: int | None, p_value: float, p_accuracy: float
-) -> str:
-    """Classify a layer's pairing.
+) -> tuple[str, OtherOrder | None]:
+    """Classify a layer's pairing; the other order is returned with `permuted`.
 
     non_random: the mean alignment of stored pairs exceeds that of random pairings, p_value <= 0.05;
     identifying: also, at the best k at least 0.9 of the experts are identified from the weights alone, with
@@ -161,13 +154,12 @@ def verdict(
     than stored; chance: none of these. The mean finds weak alignment twice as often as accuracy does. Two or
     three experts, often paired correctly by chance, are never called anything but chance.
     """
-    if best is None:
-        return CHANCE
-    if p_value <= ALPHA:
-        margin = float(margins(matrix.align_KEE[best : best + 1]).mean())
-        identifies = accuracy_K[best] >= IDENTIFYING_ACCURACY and margin > 0 and p_accuracy <= ALPHA
-        return IDENTIFYING if identifies else NON_RANDOM
-    return PERMUTED if other_order(matrix) is not None else CHANCE
+    if best is None or p_value > ALPHA:
+        order = other_order(matrix)
+        return PERMUTED if order else CHANCE, order
+    margin = float(margins(matrix.align_KEE[best : best + 1]).mean())
+    identifies = accuracy_K[best] >= IDENTIFYING_ACCURACY and margin > 0 and p_accuracy <= ALPHA
+    return IDENTIFYING if identifies else NON_RANDOM, None
 
 
 def other_order(matrix: AlignmentMatrix) -> OtherOrder | None:
@@ -179,22 +171,21 @@ def other_order(matrix: AlignmentMatrix) -> OtherOrder | None:
     """
     M_KEE, n = matrix.align_KEE, matrix.n_experts
     indices = np.flatnonzero(~matrix.degenerate_K)
-    order: OtherOrder | None = None
-    most = 0
+    order, most = None, 0
     for index in indices:
         M_EE = M_KEE[index]
-        best_expert, best_router = M_EE.argmax(axis=1), M_EE.argmax(axis=0)
-        mutual = best_router[best_expert] == np.arange(n)
-        second = np.partition(M_EE, -2, axis=1)[:, -2]
-        mutual &= M_EE.max(axis=1) - second > TIE
+        second, first = np.partition(M_EE, -2, axis=1)[:, -2:].T
+        best_expert = M_EE.argmax(axis=1)
+        mutual = (M_EE.argmax(axis=0)[best_expert] == np.arange(n)) & (first - second > TIE)
         pairs = int(mutual.sum())
         chance = len(indices) * mutual_best_bound(n, pairs)
         if pairs > most and pairs >= IDENTIFYING_ACCURACY * n and chance <= ORDER_ALPHA:
-            most = pairs
-            order = OtherOrder(matrix.ks[index], np.where(mutual, best_expert, -1).tolist(), chance)
-    if order is None or all(expert in (-1, router) for router, expert in enumerate(order.experts)):
-        return None
-    return order
+            order, most = (
+                OtherOrder(matrix.ks[index], np.where(mutual, best_expert, -1).tolist(), chance),
+                pairs,
+            )
+    stored = order is None or all(expert in (-1, router) for router, expert in enumerate(order.experts))
+    return None if stored else order
 
 
 def false_call_rate(n: int, n_ks: int) -> float:

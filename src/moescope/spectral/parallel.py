@@ -7,21 +7,19 @@ instead.
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING
 
-from moescope.spectral.decompose import Decomposition, decompose
+from moescope.spectral.decompose import Decomposition, Item, Result, decompose, submitted
 from moescope.spectral.lapack import one_blas_thread, thread_controls
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 MAX_THREADS = 8  # each holds its expert in fp64 and a Gram matrix: 0.6 GB at 4096 x 14336
-Item = TypeVar("Item")
-Result = TypeVar("Result")
 
 
 def matrix_readers(
@@ -87,20 +85,8 @@ def map_in_order(
                 result = work(item)
             yield expert, result
         return
-    from concurrent.futures import Future, ThreadPoolExecutor
-
-    pending: deque[tuple[int, Future[Result]]] = deque()
-
-    def oldest() -> tuple[int, Result]:
-        expert, future = pending.popleft()
-        with waiting():
-            return expert, future.result()
-
     with one_blas_thread(), ThreadPoolExecutor(n_threads) as pool:
-        for expert, item in items:
-            pending.append((expert, pool.submit(work, item)))
-            del item  # the worker holds the only reference, so memory is freed when it finishes
-            if len(pending) > n_threads:
-                yield oldest()
-        while pending:
-            yield oldest()
+        for expert, future in submitted(pool, work, items, n_threads + 1):
+            with waiting():
+                result = future.result()
+            yield expert, result

@@ -23,7 +23,7 @@ from moescope.spectral.batched_eigen import (
     SETTLED,
     TINY,
     Reduction,
-    inner,
+    reflect,
     separate_poles,
 )
 
@@ -269,9 +269,7 @@ def tridiagonalise_fused(matrices_BNN: Tensor, vectors_BNV: Tensor, columns: int
         vectors(end, end - start, True, False)
         v, w = V[:, end:, start:end], W[:, end:, : end - start]
         A[:, end:, end:].baddbmm_(torch.cat([v, w], 2), torch.cat([w, v], 2).mT, alpha=-1)
-        tail, panel = Y[:, start + 1 :], V[:, start + 1 :, start:end]
-        triangle = inner(panel, factors[:, start:end]).tril()
-        tail.baddbmm_(panel, torch.linalg.solve_triangular(triangle, panel.mT @ tail, upper=False), alpha=-1)
+        reflect(Y[:, start + 1 :], V[:, start + 1 :, start:end], factors[:, start:end])
     diagonal[:, -1] = A[:, -1, -1]
     return Reduction(diagonal, beside[:, : N - 1], Y, V, factors[:, : N - 1])
 

@@ -5,13 +5,15 @@ from __future__ import annotations
 import functools
 import platform
 import time
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import pandas as pd
+from scipy.special import bdtrc
 
 from moescope.arguments import choose_device, names
 from moescope.checkpoint import open_checkpoint
@@ -21,19 +23,28 @@ from moescope.families import MoeCheckpoint, read_moe
 from moescope.run import timed
 from moescope.spectral import alignment
 from moescope.spectral.alignment import AlignmentMatrix
-from moescope.spectral.decompose import make_k_grid, spectrum_statistics
-from moescope.spectral.pairing import PairingTest, pairing_test
+from moescope.spectral.decompose import Decomposition, make_k_grid, random_rank, spectrum_statistics
+from moescope.spectral.pairing import (
+    ALPHA,
+    IDENTIFYING,
+    IDENTIFYING_ACCURACY,
+    NON_RANDOM,
+    PairingTest,
+    false_call_rate,
+    null_moments,
+    pairing_test,
+)
 from moescope.spectral.parallel import decompose_each, layer_stream, matrix_readers
-from moescope.spectral.subspaces import expert_pairs, make_subspace_grid, orthogonality, similarities
+from moescope.spectral.subspaces import (
+    make_subspace_grid,
+    nearest_experts,
+    orthogonality,
+    overlap_std,
+    similarities,
+)
 from moescope.statistics import false_discovery_rates
 from moescope.types import Array
-from moescope.weights.ambiguity import (
-    CHANCE,
-    DEFAULT_WEIGHTS,
-    ambiguity_ranking,
-    chance_at_k_star,
-    choose_k_star,
-)
+from moescope.weights.ambiguity import CHANCE, ambiguity_ranking, chance_at_k_star, choose_k_star
 from moescope.weights.tables import VIEW
 from moescope.weights.views import (
     MATRICES,
@@ -57,6 +68,11 @@ EVERY_PAIR_UP_TO = 32  # experts; beyond, the pairs table holds a few ks only
 FEW_KS = (1, 16, 128)
 DENSITY_KS = (32, 128, 512, 2048)
 NULL_BINS = 60
+SPECTRUM_POINTS = 60  # of the table spectrum
+TEST_COLUMNS = (
+    *("best_k", "best_accuracy", "chance_accuracy", "p_value", "p_lower", "p_accuracy"),
+    *("n_pairings", "exact", "verdict"),
+)
 Timer = Callable[[str], AbstractContextManager[None]]
 
 
@@ -69,30 +85,22 @@ class ScanSettings:
     fold_norm: bool = False
     k: tuple[int, ...] = ()
     precision: str = "fast"
-    null: str = "closed"
-    n_shuffles: int = 200
     seed: int = 0
-    k_star: str | int = "max_margin"
-    allow_full_rank: bool = False
-    ambiguity_weights: tuple[float, float, float] = DEFAULT_WEIGHTS
 
 
-@dataclass(frozen=True)
-class DecomposedLayer:
-    """All that the analyses need of a layer's decomposed experts; far smaller than the weights."""
+class DecomposedLayer(NamedTuple):
+    """All that the analyses need of a layer's experts; far smaller than the weights."""
 
-    experts: list[int]  # the usable ones, by their number in the layer
+    experts: dict[int, Decomposition]  # the usable ones, by number; energies up to each k of the grid
     matrices: dict[str, AlignmentMatrix]  # router variant -> M(k)
-    leading_EDK: list[Array | Tensor]
-    singular_values: list[Array]
-    fallback: list[bool]
+    unusable: dict[int, UnusableExpert]
 
 
 @dataclass(frozen=True)
 class LayerResult:
     frames: dict[str, pd.DataFrame]
-    setup: dict[str, Any]
-    warnings: list[str]
+    setup: dict[str, Any]  # with warnings, and seconds of the whole task
+    timings: dict[str, float] = field(default_factory=dict)  # seconds per stage
 
 
 # --- one layer as a task
@@ -119,17 +127,9 @@ class LayerTask:
         return f"layer {self.layer}" + (f", step {self.step}" if n_steps > 1 else "")
 
 
-@dataclass(frozen=True)
-class AnalysedLayer(LayerResult):
-    """A layer's result, with its duration and the seconds per stage."""
-
-    seconds: float
-    timings: dict[str, float]
-
-
 def analyse_here(
     opened: Mapping[int, MoeCheckpoint], device: str, task: LayerTask, tick: Callable[[], None]
-) -> AnalysedLayer:
+) -> LayerResult:
     """Do the task with this process's open checkpoints (step -> checkpoint)."""
     moe = opened[task.step]
     timings: dict[str, float] = {}
@@ -142,11 +142,11 @@ def analyse_here(
             )
     finally:
         moe.checkpoint.release()
-    seconds = round(time.perf_counter() - start, 4)
-    return AnalysedLayer(result.frames, result.setup, result.warnings, seconds, timings)
+    result.setup["seconds"] = round(time.perf_counter() - start, 4)
+    return replace(result, timings=timings)
 
 
-def analyse_elsewhere(device: str, task: LayerTask, tick: Callable[[], None]) -> AnalysedLayer:
+def analyse_elsewhere(device: str, task: LayerTask, tick: Callable[[], None]) -> LayerResult:
     """Do the task in a process that has only its description, and perhaps another device."""
     opened = {task.step: opened_once(task.location, task.header_hash)}
     return analyse_here(opened, choose_device(device), task, tick)
@@ -181,32 +181,47 @@ def scan_model(
         analyse_layer(weights, settings, place, keep_going=True).frames
         for weights in read_moe(in_memory(model, "the model in training")).layers.values()
     ]
-    frames = {}
-    for name in ("alignment", "alignment_layers", "alignment_tests", "orthogonality", "ambiguity"):
-        parts = [result[name] for result in results if name in result]
-        if parts:  # a router without rows has the tables of experts alone
-            frames[name] = pd.concat(parts, ignore_index=True).assign(step=step)
-    return compare_layers(frames, settings)
+    tables = ("alignment", "alignment_layers", "alignment_tests", "orthogonality", "ambiguity")
+    parts = {name: [result[name] for result in results if name in result] for name in tables}
+    joined = {name: pd.concat(of, ignore_index=True).assign(step=step) for name, of in parts.items() if of}
+    return compare_layers(joined)  # a router without rows has the tables of experts alone
 
 
-def compare_layers(frames: dict[str, pd.DataFrame], settings: ScanSettings) -> dict[str, pd.DataFrame]:
-    """Add what needs all layers of a view: q values (Benjamini-Hochberg) and the ambiguity ranking."""
+def compare_layers(frames: dict[str, pd.DataFrame]) -> dict[str, pd.DataFrame]:
+    """Add what needs all layers of a view: corrected p values, the k of comparison, the ambiguity ranking."""
+    if "spectra" in frames:
+        cells = frames["spectra"].groupby(["step", "matrix"])["nearest_p"].transform("count")
+        frames["spectra"]["nearest_beyond"] = frames["spectra"]["nearest_p"] * cells <= ALPHA
     if "alignment_tests" in frames:
         view = ["step", *VIEW]
-        tests = frames["alignment_tests"]
-        tests["q_value"] = tests.groupby(view)["p_value"].transform(
-            lambda p: false_discovery_rates(p.to_numpy())
-        )
+        tests, layers = frames["alignment_tests"], frames["alignment_layers"]
+        for q, p in (("q_value", "p_value"), ("q_lower", "p_lower")):
+            tests[q] = tests.groupby(view)[p].transform(lambda p: false_discovery_rates(p.to_numpy()))
+        per_view = layers.groupby(view)
+        looks = per_view.size().rename("looks")  # corrected for experts in the layer's task, here for ks too
+        tests["hub_p"] = (tests["hub_p"] * tests.join(looks, on=view)["looks"]).clip(upper=1.0)
+        at = per_view[["k", "degenerate"]].apply(reference_k).rename("at")
+        for frame in (frames["alignment"], layers):
+            frame["reference"] = frame["k"] == frame[view].join(at, on=view)["at"]
         rankings = [
-            ambiguity_ranking(
-                rows, settings.k_star, settings.allow_full_rank, settings.ambiguity_weights
-            ).assign(**dict(zip(view, keys, strict=True)))
-            for keys, rows in frames["alignment_layers"].groupby(view, sort=True)
+            ambiguity_ranking(rows).assign(**dict(zip(view, keys, strict=True))) for keys, rows in per_view
         ]
         keys = [*view, "layer"]
         chance = frames["ambiguity"][[*keys, *CHANCE]]  # all that a layer's task could say
-        frames["ambiguity"] = pd.concat(rankings, ignore_index=True).merge(chance, on=keys, how="left")
+        beats = tests[keys].assign(beats_chance=tests["verdict"].isin([IDENTIFYING, NON_RANDOM]))
+        ranking = pd.concat(rankings, ignore_index=True).merge(chance, on=keys, how="left")
+        frames["ambiguity"] = ranking.merge(beats, on=keys, how="left")
     return frames
+
+
+def reference_k(rows: pd.DataFrame) -> int:
+    """Return the k at which experts are compared: 128 where the k grid has it, else the grid's median.
+
+    Degenerate ks count only where all are.
+    """
+    usable = rows[~rows["degenerate"].astype(bool)]
+    grid = sorted(set((usable if len(usable) else rows)["k"]))
+    return 128 if 128 in grid else grid[len(grid) // 2]
 
 
 # --- the analysis
@@ -235,7 +250,7 @@ def analyse_layer(
     if bad_rows and not keep_going:
         raise next(iter(bad_rows.values()))
     skipped = dict(bad_rows)
-    collected: dict[str, list[pd.DataFrame]] = {}
+    collected: dict[str, list[pd.DataFrame]] = defaultdict(list)
     setup: dict[str, Any] = {
         "layer": weights.layer,
         "layer_name": weights.layer_name,
@@ -246,38 +261,48 @@ def analyse_layer(
         "router_dtype": weights.router_ED.dtype if weights.router_ED else None,
         "top_k": weights.top_k,
         "scoring": weights.scoring,
-        "null": settings.null,
-        "n_shuffles": settings.n_shuffles if settings.null == "shuffle" else None,
         "seed": settings.seed,
         "centered_share": {} if rows_ED is None else centered_share(rows_ED, skipped),
         "matrices": {},
     }
     for matrix in settings.matrix:
-        decomposed, unusable = decompose_layer(
+        decomposed = decompose_layer(
             weights, matrix, rows_ED, bad_rows, settings, device, keep_going, timed, on_expert
         )
+        experts, unusable = list(decomposed.experts), decomposed.unusable
         with timed("statistics"):
             tests = {router: pairing_test(M, settings.seed) for router, M in decomposed.matrices.items()}
-            frames = matrix_frames(decomposed, tests, unusable, matrix, weights.d_model, settings)
-        for name, frame in frames.items():
-            frame.insert(0, "layer", weights.layer)
-            frame.insert(1, "layer_name", weights.layer_name)
-            collected.setdefault(name, []).append(frame)
+            for name, frame in matrix_frames(decomposed, tests, matrix, weights, settings):
+                collected[name].append(frame)
         setup["matrices"][matrix] = {
             "k": next((M.ks for M in decomposed.matrices.values()), []),
-            "fallbacks": int(sum(decomposed.fallback)),
+            "fallbacks": sum(result.fallback for result in decomposed.experts.values()),
             "skipped_experts": sorted(unusable),
-            "routers": {router: test_facts(test, decomposed.experts) for router, test in tests.items()},
+            "routers": {router: test_facts(test, experts) for router, test in tests.items()},
         }
         skipped |= unusable
-    return LayerResult(
-        frames={name: pd.concat(parts, ignore_index=True) for name, parts in collected.items()},
-        setup=setup,
-        warnings=[
-            f"layer {weights.layer}: expert {expert} skipped: {str(error).split(';')[0]}"
-            for expert, error in sorted(skipped.items())
-        ],
-    )
+    joined = {name: pd.concat(parts, ignore_index=True) for name, parts in collected.items()}
+    for frame in joined.values():
+        frame.insert(0, "layer", weights.layer)
+        frame.insert(1, "layer_name", weights.layer_name)
+    if "alignment_tests" in joined:
+        joined["alignment_tests"] = joined["alignment_tests"].assign(**common_vector(setup))
+    setup["warnings"] = [
+        f"layer {weights.layer}: expert {expert} skipped: {str(error).split(';')[0]}"
+        for expert, error in sorted(skipped.items())
+    ]
+    return LayerResult(joined, setup)
+
+
+def common_vector(setup: dict[str, Any]) -> dict[str, float]:
+    """Return the part of a router row that all rows share, and that of random rows.
+
+    Null for two rows, which always share half, and where no softmax ignores it.
+    """
+    shares = list(setup["centered_share"].values())
+    if setup["scoring"] != "softmax" or len(shares) < 3:
+        return {"common_share": np.nan, "common_share_chance": np.nan}
+    return {"common_share": 1 - float(np.median(shares)) ** 2, "common_share_chance": 1 / len(shares)}
 
 
 def test_facts(test: PairingTest, experts: list[int]) -> dict[str, Any]:
@@ -290,7 +315,7 @@ def test_facts(test: PairingTest, experts: list[int]) -> dict[str, Any]:
             "p": order.p,
             "routers": experts,
             "experts": [experts[place] if place >= 0 else None for place in order.experts],
-        },
+        }
     }
 
 
@@ -304,7 +329,7 @@ def decompose_layer(
     keep_going: bool,
     timed: Timer,
     on_expert: Callable[[], None],
-) -> tuple[DecomposedLayer, dict[int, UnusableExpert]]:
+) -> DecomposedLayer:
     """Read and decompose the layer's experts; project all router rows, in all variants, at once."""
     import torch
 
@@ -337,31 +362,24 @@ def decompose_layer(
                 continue
             yield expert, W_FD
 
-    energies: dict[int, Array] = {}
-    ranks, leading, values, fallback = [], [], [], []
+    experts: dict[int, Decomposition] = {}
     bits = stored_bits(weights, matrix)
     for expert, result in decompose_each(
         readable(), len(usable), unit_rows, ks, settings.precision, bits, device, lambda: timed("decompose")
     ):
-        energies[expert] = alignment.cumulative_energy(result.energy_ER, ks)
-        ranks.append(result.rank)
-        leading.append(result.leading_DK)
-        values.append(result.singular_values_R)
-        fallback.append(result.fallback)
+        experts[expert] = replace(result, energy_ER=alignment.cumulative_energy(result.energy_ER, ks))
         on_expert()
-    if len(energies) < (1 if rows_ED is None else 2):
+    if len(experts) < (1 if rows_ED is None else 2):
         raise BadInput(
             f"{weights.layer_name}: fewer than two experts can be used ({len(unusable)} are unusable); "
             "fix the checkpoint"
         )
-    experts = list(energies)
-    matrices = {}
+    ranks, matrices = [result.rank for result in experts.values()], {}
     for index, router in enumerate(routers):
         rows = [index * len(usable) + usable.index(expert) for expert in experts]
-        matrices[router] = alignment.cumulate(
-            [energies[expert][rows] for expert in experts], ranks, weights.d_model, ks
-        )
-    return DecomposedLayer(experts, matrices, leading, values, fallback), unusable
+        energies: list[Any] = [result.energy_ER[rows] for result in experts.values()]
+        matrices[router] = alignment.cumulate(energies, ranks, weights.d_model, ks)
+    return DecomposedLayer(experts, matrices, unusable)
 
 
 # --- tables
@@ -370,54 +388,45 @@ def decompose_layer(
 def matrix_frames(
     layer: DecomposedLayer,
     tests: dict[str, PairingTest],
-    unusable: dict[int, UnusableExpert],
     matrix: str,
-    d_model: int,
+    weights: LayerWeights,
     settings: ScanSettings,
-) -> dict[str, pd.DataFrame]:
-    """All tables of one layer and matrix, without the keys step and layer."""
-    frames: dict[str, list[pd.DataFrame]] = {}
-    ambiguity_settings = settings.k_star, settings.allow_full_rank, settings.ambiguity_weights
+) -> Iterator[tuple[str, pd.DataFrame]]:
+    """Yield rows of all tables for one layer and matrix, without the keys step and layer."""
+    experts = list(layer.experts)
     for router, M in layer.matrices.items():
-        test = tests[router]
-        per_expert, per_layer = alignment_frames(M, test, layer.experts, unusable, settings)
-        k_star = choose_k_star(per_layer, settings.k_star, settings.allow_full_rank)
+        test, keys = tests[router], {"matrix": matrix, "router": router, "fold_norm": settings.fold_norm}
+        per_expert, per_layer = alignment_frames(M, test, experts, layer.unusable)
         for name, frame in {
             "alignment": per_expert,
             "alignment_layers": per_layer,
-            "alignment_tests": test_frame(test),
-            "ambiguity": pd.DataFrame([chance_at_k_star(M, *ambiguity_settings, settings.seed)]),
-            "pairs": pairs_frame(M, layer.experts, test.best_k, k_star),
+            "alignment_tests": tests_frame(M, test, experts),
+            "ambiguity": pd.DataFrame([chance_at_k_star(M, settings.seed)]),
+            "pairs": pairs_frame(M, experts, test.best_k, choose_k_star(per_layer)),
             "nulls": nulls_frame(M, test),
         }.items():
-            keys = {"matrix": matrix, "router": router, "fold_norm": settings.fold_norm}
-            frames.setdefault(name, []).append(frame.assign(**keys))
-    if len(layer.experts) > 1:
-        smallest_rank = min(len(values) for values in layer.singular_values)
-        ks = make_subspace_grid(len(layer.experts), smallest_rank, d_model)
-        similarity, statistics = similarity_frames(layer, ks, d_model)
-        frames["similarity"] = [similarity.assign(matrix=matrix)]
-        frames["orthogonality"] = [statistics.assign(matrix=matrix)]
-    frames["spectra"] = [spectra_frame(layer, unusable).assign(matrix=matrix)]
-    return {name: pd.concat(parts, ignore_index=True) for name, parts in frames.items()}
+            yield name, frame.assign(**keys)
+    nearest: dict[str, Any] = {}
+    if len(experts) > 1:
+        similarity, statistics, nearest = similarity_frames(layer.experts, weights.d_model)
+        yield "similarity", similarity.assign(matrix=matrix)
+        yield "orthogonality", statistics.assign(matrix=matrix)
+    shape = (weights.d_ff * (2 if matrix == "gate_up" else 1), weights.d_model)
+    random = random_rank(shape, stored_bits(weights, matrix))
+    for name, frame in spectra_frames(layer, nearest, min(shape), random).items():
+        yield name, frame.assign(matrix=matrix)
 
 
 def alignment_frames(
-    M: AlignmentMatrix,
-    test: PairingTest,
-    experts: list[int],
-    unusable: dict[int, UnusableExpert],
-    settings: ScanSettings,
+    M: AlignmentMatrix, test: PairingTest, experts: list[int], unusable: dict[int, UnusableExpert]
 ) -> tuple[pd.DataFrame, pd.DataFrame]:
     """(one row per expert and k, one row per k); skipped experts get rows without values."""
     align_KEE, ks, n = M.align_KEE, M.ks, M.n_experts
     align_KE, margin_KE = alignment.diagonal(align_KEE), alignment.margins(align_KEE)
     chance_KE = alignment.random_expectation(ks, M.rank_E, M.d_model)
-    if settings.null == "shuffle":
-        mean_K, std_K = alignment.sampled_shuffle_null(align_KEE, settings.n_shuffles, settings.seed)
-    else:
-        mean_K, std_K = alignment.shuffle_null(align_KEE)
-    delta_KE = align_KE - mean_K[:, None]
+    spread_K = random_spread(chance_KE.mean(axis=1), M.d_model)
+    mean_K, std_K = alignment.shuffle_null(align_KEE)
+    delta_KE, delta_std_K = align_KE - mean_K[:, None], null_moments(align_KEE)[1]
     at_one_K = np.where(np.array(ks) == 1, 1.0, np.nan)  # cos_squared is null, never 0, at other ks
     values_KE = {
         "align": align_KE,
@@ -436,6 +445,8 @@ def alignment_frames(
             "shuffle_mean": np.repeat(mean_K, n),
             "shuffle_std": np.repeat(std_K, n),
             "identified": pd.array(margin_KE.ravel() > alignment.TIE, dtype="boolean"),
+            "best": pd.array(np.repeat(ks, n) == (test.best_k or 0), dtype="boolean"),
+            "random_spread": random_spread(chance_KE, M.d_model).ravel(),
         }
     )
     if unusable:
@@ -457,24 +468,49 @@ def alignment_frames(
             "degenerate": M.degenerate_K,
             "n_experts": n,
             "d_model": M.d_model,
+            "accuracy_chance": 1 / n,
+            "random_spread": spread_K,
+            "random_std": spread_K / np.sqrt(n),
+            "delta_std": delta_std_K,
+            "accuracy_std": np.sqrt(1 - 1 / n) / n,
+            "z_std": alignment.z_scores(delta_std_K[:, None], std_K)[:, 0],
         }
     )
     return per_expert, per_layer
 
 
-def test_frame(test: PairingTest) -> pd.DataFrame:
-    columns = (
-        "best_k",
-        "best_accuracy",
-        "chance_accuracy",
-        "p_value",
-        "p_lower",
-        "p_accuracy",
-        "n_pairings",
-        "exact",
-        "verdict",
-    )
-    return pd.DataFrame([{name: getattr(test, name) for name in columns}]).astype({"best_k": "Int64"})
+def random_spread(mean: Array, d_model: int) -> Array:
+    """Return the standard deviation of a random direction's alignment: Beta(k/2, (d - k)/2), mean k/d."""
+    return np.sqrt(2 * mean * np.maximum(1 - mean, 0) / (d_model + 2))
+
+
+def tests_frame(M: AlignmentMatrix, test: PairingTest, experts: list[int]) -> pd.DataFrame:
+    """Return the layer's tests, and at which k and expert something is unusual.
+
+    A hub is the best match of most router rows at the best k; at chance, rows choose experts at random.
+    """
+    n, ks, usable_K = M.n_experts, np.array(M.ks), ~M.degenerate_K
+    row: dict[str, Any] = {name: getattr(test, name) for name in TEST_COLUMNS}
+    row["false_calls"] = false_call_rate(n, int(usable_K.sum()))
+    if test.best_k is not None:
+        M_EE = M.align_KEE[M.ks.index(test.best_k)]
+        second, first = np.partition(M_EE, -2, axis=1)[:, -2:].T
+        wins = np.bincount(M_EE.argmax(axis=1)[first - second > alignment.TIE], minlength=n)
+        most = int(wins.max())
+        accuracy_K = alignment.argmax_accuracy(M.align_KEE)
+        good = ks[usable_K & (accuracy_K >= IDENTIFYING_ACCURACY)]
+        row |= {
+            "hub_expert": experts[int(wins.argmax())],
+            "hub_rows": most,
+            "hub_p": min(1.0, n * float(bdtrc(most - 1, n, 1 / n))) if most else 1.0,
+            "lowest_k": int(ks[np.where(usable_K, test.perm_z_K, np.inf).argmin()]),
+            "last_good_k": int(good.max()) if len(good) else None,
+            "last_k": int(ks[usable_K][-1]),
+            "last_accuracy": float(accuracy_K[usable_K][-1]),
+        }
+    whole = ("best_k", "hub_expert", "hub_rows", "lowest_k", "last_good_k", "last_k")
+    frame = pd.DataFrame([row]).reindex(columns=[*dict.fromkeys([*row, *whole, "hub_p", "last_accuracy"])])
+    return frame.astype({**dict.fromkeys(whole, "Int64"), "hub_p": float, "last_accuracy": float})
 
 
 def pairs_frame(
@@ -482,20 +518,25 @@ def pairs_frame(
 ) -> pd.DataFrame:
     n = M.n_experts
     ks = M.ks if n <= EVERY_PAIR_UP_TO else [k for k in M.ks if k in {*FEW_KS, best_k, k_star}]
+    chance_KE = alignment.random_expectation(ks, M.rank_E, M.d_model)
     return pd.DataFrame(
         {
             "k": np.repeat(ks, n * n),
             "router_index": np.tile(np.repeat(experts, n), len(ks)),
             "expert": np.tile(experts, n * len(ks)),
             "align": M.align_KEE[[M.ks.index(k) for k in ks]].ravel(),
+            "random_expectation": np.repeat(chance_KE, n, axis=0).ravel(),
+            "random_spread": np.repeat(random_spread(chance_KE, M.d_model), n, axis=0).ravel(),
+            "best": np.repeat(ks, n * n) == (best_k or 0),
         }
     )
 
 
 def nulls_frame(M: AlignmentMatrix, test: PairingTest) -> pd.DataFrame:
     """The null distribution of the mean diagonal in bins, at DENSITY_KS or else the largest usable k."""
-    usable = [k for k, degenerate in zip(M.ks, M.degenerate_K, strict=True) if not degenerate]
-    columns = ("k", "bin", "left", "right", "density", "observed")
+    usable = np.array(M.ks)[~M.degenerate_K].tolist()
+    columns = ("k", "bin", "left", "right", "density", "observed", "expected", "expected_std", "share_above")
+    mean_K, std_K = null_moments(M.align_KEE)
     frames = []
     for k in [k for k in usable if k in DENSITY_KS] or usable[-1:]:
         index = M.ks.index(k)
@@ -504,47 +545,83 @@ def nulls_frame(M: AlignmentMatrix, test: PairingTest) -> pd.DataFrame:
             null_P = np.full_like(null_P, null_P.mean())
         density, edges = np.histogram(null_P, bins=NULL_BINS, density=True)
         observed = float(alignment.diagonal(M.align_KEE)[index].mean())
-        values = (k, range(NULL_BINS), edges[:-1], edges[1:], density, observed)
+        above = float((null_P >= observed - 1e-12).mean())
+        bins = (k, range(NULL_BINS), edges[:-1], edges[1:], density)
+        values = (*bins, observed, float(mean_K[index]), float(std_K[index]), above)
         frames.append(pd.DataFrame(dict(zip(columns, values, strict=True))))
     empty = pd.DataFrame({name: pd.Series(dtype=float) for name in columns})
     return pd.concat(frames, ignore_index=True) if frames else empty
 
 
 def similarity_frames(
-    layer: DecomposedLayer, ks: list[int], d_model: int
-) -> tuple[pd.DataFrame, pd.DataFrame]:
-    """(one row per pair of experts and k, statistics per k)."""
-    first, second = expert_pairs(len(layer.experts))
-    experts = np.array(layer.experts)
-    pairs, statistics = [], []
-    for similarity in similarities(layer.leading_EDK, ks):
-        cosine = np.full(len(first), np.nan) if similarity.cosine_P is None else similarity.cosine_P
-        pairs.append(
-            pd.DataFrame(
-                {
-                    "k": similarity.k,
-                    "expert_a": experts[first],
-                    "expert_b": experts[second],
-                    "cosine": cosine,
-                    "overlap": similarity.overlap_P,
-                    "largest_principal_cosine": similarity.largest_principal_cosine_P,
-                }
-            )
+    experts: dict[int, Decomposition], d_model: int
+) -> tuple[pd.DataFrame, pd.DataFrame, dict[str, Any]]:
+    """(one row per pair of experts and k, statistics per k, the nearest expert of each)."""
+    numbers, (first, second) = np.array(list(experts)), np.triu_indices(len(experts), k=1)
+    ks = make_subspace_grid(len(experts), min(result.rank for result in experts.values()), d_model)
+    per_k = similarities([result.leading_DK for result in experts.values()], ks)
+    nearest = nearest_experts(np.asarray(per_k[0].cosine_P), len(experts), d_model)
+    pairs = [
+        pd.DataFrame(
+            {
+                "k": at.k,
+                "expert_a": numbers[first],
+                "expert_b": numbers[second],
+                "cosine": np.nan if at.cosine_P is None else at.cosine_P,
+                "overlap": at.overlap_P,
+                "largest_principal_cosine": at.largest_principal_cosine_P,
+                "place_a": nearest["place"][first],
+                "place_b": nearest["place"][second],
+                "cosine_std": d_model**-0.5,
+                "overlap_chance": at.k / d_model,
+                "overlap_std": overlap_std(at.k, d_model),
+            }
         )
-        statistics.append({"k": similarity.k, **orthogonality(similarity, d_model), "d_model": d_model})
+        for at in per_k
+    ]
+    statistics = [{"k": at.k, **orthogonality(at, d_model), "d_model": d_model} for at in per_k]
     counts = {"n_pairs_above_0_3": "Int64", "n_pairs_above_0_7": "Int64"}
-    return pd.concat(pairs, ignore_index=True), pd.DataFrame(statistics).astype(counts)
+    nearest["nearest"] = numbers[nearest["nearest"]]
+    return pd.concat(pairs, ignore_index=True), pd.DataFrame(statistics).astype(counts), nearest
 
 
-def spectra_frame(layer: DecomposedLayer, unusable: dict[int, UnusableExpert]) -> pd.DataFrame:
+def spectra_frames(
+    layer: DecomposedLayer, nearest: dict[str, Any], side: int, random: float
+) -> dict[str, pd.DataFrame]:
+    """Return one row per expert, one for all of them, and one per expert and drawn singular value.
+
+    `side` is the largest possible rank, `random` the expected one of a random matrix. An expert is deficient
+    that lost more directions than that, by three deviations of a Poisson count.
+    """
     rows: list[dict[str, Any]] = [
         {
             "expert": expert,
-            "singular_values": values.astype(np.float32),
-            **spectrum_statistics(values),
-            "fallback": fallback,
+            "singular_values": result.singular_values_R.astype(np.float32),
+            **spectrum_statistics(result.singular_values_R),
+            "fallback": result.fallback,
         }
-        for expert, values, fallback in zip(layer.experts, layer.singular_values, layer.fallback, strict=True)
+        for expert, result in layer.experts.items()
     ]
-    rows += [{"expert": expert} for expert in sorted(unusable)]
-    return pd.DataFrame(rows).astype({"rank": "Int64", "fallback": "boolean"})
+    usable = pd.DataFrame(rows).assign(**nearest, random_rank=random)
+    lost = side - random
+    usable["deficient"] = side - usable["rank"] > lost + 3 * lost**0.5
+    skipped = pd.DataFrame({"expert": sorted(layer.unusable)})
+    kinds = {"rank": "Int64", **dict.fromkeys(("fallback", "deficient"), "boolean")}
+    kinds |= dict.fromkeys({"nearest", "place"} & set(nearest), "Int64")
+    whole = {
+        f"{name}_{word}": getattr(usable[name], how)()
+        for name in ("effective_rank", "stable_rank")
+        for word, how in (("median", "median"), ("least", "min"), ("most", "max"))
+    }
+    spectra = [np.asarray(values, float) for values in usable["singular_values"]]
+    places = [np.unique(np.geomspace(1, len(s), SPECTRUM_POINTS).round().astype(int)) for s in spectra]
+    spectrum = {
+        "expert": np.repeat(usable["expert"].to_numpy(), list(map(len, places))),
+        "place": np.concatenate(places),
+        "singular_value": np.concatenate([s[at - 1] for s, at in zip(spectra, places, strict=True)]),
+    }
+    return {
+        "spectra": pd.concat([usable, skipped], ignore_index=True).astype(kinds),
+        "spectra_layers": pd.DataFrame([{**whole, "rank": usable["rank"].max(), "n_experts": len(usable)}]),
+        "spectrum": pd.DataFrame(spectrum),
+    }

@@ -7,19 +7,9 @@ from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, get_args
+from typing import TYPE_CHECKING, Any, Literal
 
-from moescope.arguments import (
-    choose_device,
-    device_warnings,
-    names,
-    number_ranges,
-    numbers,
-    one_of,
-    ranges,
-    step_numbers,
-    weights,
-)
+from moescope import arguments
 from moescope.checkpoint import open_checkpoint
 from moescope.engine import Engine, EngineName, check_engine, open_engine
 from moescope.errors import BadInput
@@ -27,11 +17,9 @@ from moescope.families import MoeCheckpoint, read_moe
 from moescope.progress import progress
 from moescope.run import Run, RunWriter, open_run, place_run
 from moescope.verb import Verb
-from moescope.weights.ambiguity import check_settings
 from moescope.weights.figures import FIGURES
 from moescope.weights.layer import LayerTask, ScanSettings, analyse_elsewhere, analyse_here, compare_layers
-from moescope.weights.report import guide, overlay, sections, select, summary
-from moescope.weights.report_map import experts, measures, strips
+from moescope.weights.report import experts, guide, measures, overlay, sections, select, strips, summary
 from moescope.weights.tables import TABLES
 from moescope.weights.views import (
     MATRICES,
@@ -46,8 +34,6 @@ if TYPE_CHECKING:
     import pandas as pd
 
 Precision = Literal["fast", "exact"]
-Null = Literal["closed", "shuffle"]
-KStar = Literal["max_margin", 128, 256, 512]
 
 
 @dataclass(frozen=True)
@@ -78,11 +64,6 @@ def scan(
     device: str = "auto",
     revision: str | None = None,
     precision: Precision = "fast",
-    null: Null = "closed",
-    n_shuffles: int = 200,
-    k_star: KStar = "max_margin",
-    allow_full_rank: bool = False,
-    ambiguity_weights: str | Sequence[float] = "0.4,0.3,0.3",
     engine: EngineName = "local",
     address: str | None = None,
     keep_going: bool = False,
@@ -99,10 +80,6 @@ def scan(
     *models : MODEL
         Checkpoint: folder, file, hub id (owner/name, owner/name@revision) or URL. Several are the steps of
         one run.
-    out : DIR, default runs/scan-MODEL-N
-        Run folder to write.
-    layers : LAYERS, default all
-        Layers to scan: 0,5,9-12.
     matrix : NAMES
         Expert matrices: gate, up, gate_up, down.
     router : NAMES
@@ -111,65 +88,33 @@ def scan(
         Values of k in addition to the grid 1, 2, 4, ...: 3,100.
     fold_norm : bool
         Multiply the weight of the norm before the block into router and experts.
-    device : DEVICE
-        auto, cpu, cuda or cuda:0; mps means cpu.
 
     Other Parameters
     ----------------
-    revision : REVISION, default main
-        Branch, tag or commit of a hub id.
     precision : PRECISION
         fast allows errors of align up to 1e-6, exact 1e-9.
-    null : NULL
-        The shuffle null in closed form, or sampled as older tools do.
-    n_shuffles : int
-        Re-pairings sampled by --null shuffle.
-    k_star : K
-        The k at which ambiguity is judged: that of the largest margin, or a fixed one.
-    allow_full_rank : bool
-        Let k = d_model be chosen, as older tools do.
-    ambiguity_weights : NUMBERS
-        Weights of accuracy, margin and z in the ambiguity score.
-    engine : ENGINE
-        local: one layer after another in this process; ray: many at a time (needs the extra `ray`).
-    address : ADDRESS
-        Ray cluster to join: auto, or HOST:PORT. By default one is started here.
     keep_going : bool
         Skip experts that hold NaN, Inf or only zeros.
-    seed : int
-        Seed of sampled pairings and shuffles.
-    overwrite : bool
-        Replace what the run folder holds.
-    quiet : bool
-        Print nothing but errors.
 
     Examples
     --------
     >>> run = moescope.scan("mistralai/Mixtral-8x7B-v0.1", router="raw,centered")  # doctest: +SKIP
     >>> run.table("alignment_tests")[["layer", "verdict", "p_value"]]  # doctest: +SKIP
     """
-    given = dict(locals())
+    given = VERB.settle(locals())
     settings = ScanSettings(
-        matrix=names("matrix", matrix, MATRICES),
-        router=names("router", router, ROUTERS),
-        k=numbers("k", k),
+        matrix=arguments.names("matrix", matrix, MATRICES),
+        router=arguments.names("router", router, ROUTERS),
+        k=arguments.numbers("k", k),
         fold_norm=fold_norm,
-        precision=one_of("precision", precision, get_args(Precision)),
-        null=one_of("null", null, get_args(Null)),
-        n_shuffles=n_shuffles,
+        precision=precision,
         seed=seed,
-        k_star=int(k_star) if str(k_star).isdecimal() else k_star,
-        allow_full_rank=allow_full_rank,
-        ambiguity_weights=weights(ambiguity_weights),  # type: ignore[arg-type]  # length: check_settings
     )
-    check_settings(settings.k_star, settings.ambiguity_weights)
-    if n_shuffles < 1 or seed < 0:
-        raise BadInput(f"n_shuffles {n_shuffles} must be at least 1, seed {seed} at least 0")
     check_engine(engine, address, device)
     steps = open_steps(models, revision, layers)
-    warnings_of_device = device_warnings(device)
+    warnings_of_device = arguments.device_warnings(device)
     if engine == "local":  # on Ray the cluster's devices count
-        device = choose_device(device)  # after the headers: a mistyped path should not wait for torch
+        device = arguments.choose_device(device)  # a mistyped path should not wait for torch
     check_layers(steps, settings, keep_going)
 
     parsed = {"layers": None if layers is None else [step.layers for step in steps], **asdict(settings)}
@@ -193,11 +138,10 @@ def scan(
         scan_layers(writer, steps, settings, open_engine(engine, address, device), keep_going, quiet)
         with writer.timed("join"):
             frames = {name: writer.joined(name) for name in TABLES if writer.has(name)}
-            compare_layers(frames, settings)
+            compare_layers(frames)
         setups = sorted(writer.setups(), key=lambda setup: (setup["step"], setup["layer"]))
         warnings = setting_warnings(setups, frames["ambiguity"], settings) if "ambiguity" in frames else []
-        warnings += warnings_of_device
-        warnings += [warning for setup in setups for warning in setup.pop("warnings")]
+        warnings += [*warnings_of_device, *(line for setup in setups for line in setup.pop("warnings"))]
         fallbacks = sum(of["fallbacks"] for setup in setups for of in setup["matrices"].values())
         writer.save_info(setup=setups, warnings=warnings, fallbacks=fallbacks)
         return writer.finish(frames)
@@ -212,13 +156,13 @@ def scan_layers(
     quiet: bool,
 ) -> None:
     """Analyse every layer that no earlier attempt finished; this process writes each one as it is done."""
-    hashes = {step.number: step.moe.checkpoint.header_hash() for step in steps}
+    opened = {step.number: step.moe for step in steps}
+    hashes = {number: moe.checkpoint.header_hash() for number, moe in opened.items()}
     tasks = [
         LayerTask(step.number, layer, step.location, hashes[step.number], settings, keep_going)
         for step in steps
         for layer in step.layers
     ]
-    opened = {step.number: step.moe for step in steps}
     experts = {task: opened[task.step].layers[task.layer].n_experts * len(settings.matrix) for task in tasks}
     finished = writer.done_tasks()
     remaining = [task for task in tasks if task.name not in finished]
@@ -234,30 +178,18 @@ def scan_layers(
                 frame.insert(0, "step", task.step)
             writer.add_timings(analysed.timings)
             with writer.timed("write"):
-                setup = {
-                    "step": task.step,
-                    **analysed.setup,
-                    "seconds": analysed.seconds,
-                    "warnings": analysed.warnings,
-                }
-                writer.flush_task(task.name, analysed.frames, setup)
+                writer.flush_task(task.name, analysed.frames, {"step": task.step, **analysed.setup})
                 writer.save_info()
 
 
 def setting_warnings(
     setups: list[dict[str, Any]], ambiguity: pd.DataFrame, settings: ScanSettings
 ) -> list[str]:
-    """Settings that could not be followed: ks beyond every rank, k* off the grid, an undefined score."""
+    """Settings that could not be followed: ks beyond every rank, an undefined score."""
     warnings = []
     largest = max(max(of["k"]) for setup in setups for of in setup["matrices"].values())
     if beyond := [str(k) for k in settings.k if k > largest]:
         warnings.append(f"k = {', '.join(beyond)} skipped: no matrix has a rank above {largest}")
-    others = sorted(int(k) for k in ambiguity["k_star"].dropna().unique() if k != settings.k_star)
-    if settings.k_star != "max_margin" and others:
-        warnings.append(
-            f"k* = {settings.k_star} is not on every k grid: used the largest k below it, "
-            f"{', '.join(map(str, others))}"
-        )
     undefined = ambiguity.loc[ambiguity["ambiguity_score"].isna(), ["step", "matrix", "router"]]
     views = undefined.drop_duplicates().itertuples(index=False)
     if named := [f"step {step} {matrix} {router}" for step, matrix, router in views]:
@@ -288,9 +220,9 @@ def open_steps(
                 f"{opened[0].checkpoint.shown}, so not a step of the same run; scan each alone, then "
                 "`moescope report RUN RUN` compares them"
             )
-    numbered = zip(step_numbers([moe.checkpoint.name for moe in opened]), opened, strict=True)
-    steps = [Step(number, moe, choose_layers(layers, moe)) for number, moe in numbered]
-    return sorted(steps, key=lambda step: step.number)
+    numbers = arguments.step_numbers([moe.checkpoint.name for moe in opened])
+    numbered = sorted(zip(numbers, opened, strict=True), key=lambda pair: pair[0])
+    return [Step(number, moe, choose_layers(layers, moe)) for number, moe in numbered]
 
 
 def shape(moe: MoeCheckpoint) -> tuple[Any, ...]:
@@ -301,14 +233,10 @@ def shape(moe: MoeCheckpoint) -> tuple[Any, ...]:
 
 def choose_layers(layers: int | str | Iterable[int] | None, moe: MoeCheckpoint) -> list[int]:
     known = list(moe.layers)
-    if layers is None:
-        return known
-    wanted = sorted(set(number_ranges(layers)))
-    absent = [layer for layer in wanted if layer not in moe.layers]
+    wanted = known if layers is None else sorted(set(arguments.number_ranges(layers)))
+    absent = ", ".join(str(layer) for layer in wanted if layer not in moe.layers)
     if absent or not wanted:
-        raise BadInput(
-            f"{moe.checkpoint.shown}: no MoE layer {', '.join(map(str, absent))}; it has {ranges(known)}"
-        )
+        raise BadInput(f"{moe.checkpoint.shown}: no MoE layer {absent}; it has {arguments.ranges(known)}")
     return wanted
 
 
@@ -320,12 +248,12 @@ def check_layers(steps: list[Step], settings: ScanSettings, keep_going: bool) ->
             for matrix in settings.matrix:
                 check_matrix(weights, matrix)
             rows = router_rows(weights, settings.fold_norm)
+            if rows is None and settings.router != ("raw",):
+                raise BadInput(
+                    f"{weights.layer_name}: its router has no row for each expert, so none can be centered; "
+                    "remove --router"
+                )
             if rows is None:
-                if settings.router != ("raw",):
-                    raise BadInput(
-                        f"{weights.layer_name}: its router has no row for each expert, so none can be "
-                        "centered; remove --router"
-                    )
                 continue
             bad = unusable_rows(weights, rows)
             if bad and not keep_going:

@@ -19,23 +19,19 @@ REMEDY = "fix the checkpoint, or pass --keep-going to skip this expert"
 
 def norm_scale(weights: LayerWeights) -> Tensor:
     """[D] factor by which the norm before the block scales its output."""
-    import torch
-
     if weights.norm_D is None:
         raise BadInput(
             f"{weights.layer_name}: the checkpoint has no norm before this block; scan without --fold-norm"
         )
-    return weights.norm_D.read().to(torch.float64) + weights.norm_offset
+    return weights.norm_D.read().double() + weights.norm_offset
 
 
 def router_rows(weights: LayerWeights, fold_norm: bool) -> Tensor | None:
     """[E, D] router rows in fp64, scaled by the norm if `fold_norm`; None if the router has no rows."""
-    import torch
-
     scale_D = norm_scale(weights) if fold_norm else None
     if weights.router_ED is None:
         return None
-    rows = weights.router_ED.read().to(torch.float64)
+    rows = weights.router_ED.read().double()
     return rows if scale_D is None else rows * scale_D
 
 
@@ -48,7 +44,7 @@ def stand_in_rows(weights: LayerWeights) -> Tensor:
 
     generator = torch.Generator().manual_seed(0)
     rows = torch.randn(weights.n_experts, weights.d_model, generator=generator, dtype=torch.float64)
-    return rows / rows.norm(dim=1, keepdim=True)
+    return torch.nn.functional.normalize(rows)
 
 
 def defect(tensor: Tensor) -> str | None:
@@ -62,13 +58,12 @@ def unusable_rows(weights: LayerWeights, rows_ED: Tensor) -> dict[int, UnusableE
     """Expert -> why its router row cannot be normalised."""
     router = weights.router_ED
     assert router is not None
-    defects = {expert: defect(row) for expert, row in enumerate(rows_ED)}
     return {
         expert: UnusableExpert(
             f"{router.file}: row {expert} of router {router.name} {reason}; {REMEDY}", expert
         )
-        for expert, reason in defects.items()
-        if reason
+        for expert, row in enumerate(rows_ED)
+        if (reason := defect(row))
     }
 
 
@@ -77,23 +72,16 @@ def normalised_rows(weights: LayerWeights, rows_ED: Tensor, router: str) -> Tens
     if router not in ROUTERS:
         raise unknown_name("router", router, list(ROUTERS))
     if router == "centered":
-        if weights.scoring != "softmax":
-            raise BadInput(
-                f"{weights.layer_name}: centering assumes a softmax router, this one's scoring is "
-                f"{weights.scoring}; use --router raw"
-            )
-        if len(rows_ED) < 3:
-            raise BadInput(
-                f"{weights.layer_name}: centered rows of {len(rows_ED)} experts are opposite vectors; "
-                "use --router raw"
-            )
-        centered = rows_ED - rows_ED.mean(0)
-        if bool((centered.norm(dim=1) <= 1e-12 * rows_ED.norm(dim=1)).any()):
-            raise BadInput(
-                f"{weights.layer_name}: a centered router row is zero (it equals the mean row); "
-                "use --router raw"
-            )
-        rows_ED = centered
+        raw_ED, rows_ED = rows_ED, rows_ED - rows_ED.mean(0)
+        no_rest = rows_ED.norm(dim=1) <= 1e-12 * raw_ED.norm(dim=1)
+        scoring = f"centering assumes a softmax router, this one's scoring is {weights.scoring}"
+        for wrong, what in (
+            (weights.scoring != "softmax", scoring),
+            (len(rows_ED) < 3, f"centered rows of {len(rows_ED)} experts are opposite vectors"),
+            (bool(no_rest.any()), "a centered router row is zero (it equals the mean row)"),
+        ):
+            if wrong:
+                raise BadInput(f"{weights.layer_name}: {what}; use --router raw")
     return rows_ED / rows_ED.norm(dim=1, keepdim=True)
 
 
@@ -123,34 +111,33 @@ def expert_matrix(
     """
     import torch
 
-    check_matrix(weights, matrix)
+    parts = [read_expert(stack, expert, device) for stack in stacks_of(weights, matrix)]
     if matrix == "down":
-        return read_expert(weights.down_EDF, expert, device).T
-    stack = weights.gate_EFD if matrix == "gate" else weights.up_EFD
-    assert stack is not None  # checked by check_matrix
-    read = read_expert(stack, expert, device)
+        return parts[0].T
     if scale_D is not None:
-        read = read.to(torch.float64) * scale_D
-    if matrix == "gate_up":
-        gate = read_expert(weights.gate_EFD, expert, device).to(torch.float64)
-        halves = [gate if scale_D is None else gate * scale_D, read.to(torch.float64)]
-        read = torch.cat([half / half.norm() for half in halves])
-    return read
+        parts = [part.double() * scale_D for part in parts]
+    if len(parts) == 1:
+        return parts[0]
+    halves = [part.double() for part in parts]
+    return torch.cat([half / half.norm() for half in halves])
+
+
+def stacks_of(weights: LayerWeights, matrix: str) -> list[ExpertStack]:
+    """Return the projections that the matrix is made of."""
+    check_matrix(weights, matrix)
+    return [weights.projections[name] for name in matrix.split("_")]
 
 
 def stored_bits(weights: LayerWeights, matrix: str) -> int:
     """Significand bits of the stored weights that the matrix is made of; the fewer, where gate and up
     differ."""
-    check_matrix(weights, matrix)
-    names = ("gate", "up") if matrix == "gate_up" else (matrix,)
-    return min(weights.projections[name].significand_bits for name in names)
+    return min(stack.significand_bits for stack in stacks_of(weights, matrix))
 
 
 def read_expert(stack: ExpertStack, expert: int, device: str = "cpu") -> Tensor:
     """The expert's tensor on the device, checked there; an unusable one is rejected with an error."""
     read = stack.read(expert).to(device)
     if reason := defect(read):
-        raise UnusableExpert(
-            f"{stack.files[expert]}: tensor {stack.names[expert]} {reason}; {REMEDY}", expert
-        )
+        where = f"{stack.files[expert]}: tensor {stack.names[expert]}"
+        raise UnusableExpert(f"{where} {reason}; {REMEDY}", expert)
     return read

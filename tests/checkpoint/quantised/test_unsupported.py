@@ -82,8 +82,8 @@ LLM_INT8 = {"weight": torch.ones(32, 32, dtype=torch.int8), "SCB": torch.ones(32
         ({**AWQ, "g_idx": torch.zeros(32, dtype=torch.int32)}, "qweight is quantised by GPTQ"),
         (AWQ, "qweight is quantised by AWQ"),
         ({"qweight": torch.ones(4, 32, dtype=torch.int32)}, "qweight is quantised by GPTQ or AWQ"),
-        (NF4, "is of bitsandbytes"),
-        (LLM_INT8, "is of bitsandbytes"),
+        (NF4, "is quantised by bitsandbytes"),
+        (LLM_INT8, "is quantised by bitsandbytes"),
     ],
     ids=["GPTQ", "GPTQ by g_idx", "AWQ", "either", "bitsandbytes nf4", "bitsandbytes int8"],
 )

@@ -96,5 +96,5 @@ def test_outside_the_lab_s_model_it_says_what_is_missing(router, options):
 
 @pytest.mark.parametrize(("router", "option"), [("hash", "of"), ("top2", "reads")])
 def test_an_unknown_value_is_rejected_with_those_there_are(router, option):
-    with pytest.raises(BadInput, match=f"unknown router {router}: {option} 'next'; known:"):
+    with pytest.raises(BadInput, match=f"unknown {option} of router {router} 'next'; known:"):
         LabModel(tiny(router, router_options={option: "next"}))

@@ -10,8 +10,7 @@ import torch
 from torch.nn.functional import normalize
 
 from decoder.routers.builders import SecondRank, noise, small_router, tokens
-from moescope.decoder.routers.some import SoME, quantile_of_used
-from moescope.lab.some_keys import key_cosine
+from moescope.decoder.routers.some import SoME, key_cosine, quantile_of_used
 
 
 def made(seed: int = 0, **changes: Any) -> SoME:

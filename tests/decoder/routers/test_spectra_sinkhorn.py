@@ -5,13 +5,27 @@ Numpy run to convergence, and the convex dual minimised.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import numpy as np
 import pytest
 import torch
 from scipy.optimize import minimize
 from scipy.special import logsumexp, softmax
 
-from moescope.decoder.routers.spectra import balance, column_error
+from moescope.decoder.routers import spectra
+from moescope.decoder.routers.spectra import column_error
+
+
+class Balanced(NamedTuple):
+    log_plan_TE: torch.Tensor
+    potential_E: torch.Tensor
+    column_error: torch.Tensor
+
+
+def balance(*given) -> Balanced:
+    return Balanced(*spectra.balance(*given))
+
 
 N, E = 40, 5
 EVERYONE = torch.ones(N, dtype=torch.bool)

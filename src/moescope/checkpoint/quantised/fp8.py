@@ -22,10 +22,12 @@ from moescope.checkpoint.quantised.packed import (
     ReadPart,
     Stored,
     incomplete,
+    is_count,
     misshapen,
     powers_of_two,
     present,
 )
+from moescope.errors import BadInput
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -59,100 +61,78 @@ class Grid:
 
 @dataclass(frozen=True)
 class ScaledValues:
-    weight: str
-    scale: str
-    zero_point: str | None
-    shape: tuple[int, ...]
+    weight: TensorInfo
+    scale: TensorInfo
+    zero_point: TensorInfo | None
     grid: Grid
-    one_for_all: bool  # one scale for all experts of a stack
-    exponents: bool  # scales stored as the exponents of powers of two
 
     def __call__(self, read_part: ReadPart, index: Index) -> Tensor:
         """Return (value - zero point) * scale, the product rounded once, to float32."""
-        values = read_part(self.weight, index).float()
+        values = read_part(self.weight.name, index).float()
         if self.zero_point:
             values -= self.spread(read_part, self.zero_point, index, exponents=False)
-        return values.mul_(self.spread(read_part, self.scale, index, self.exponents))
+        return values.mul_(self.spread(read_part, self.scale, index, self.scale.dtype in EXPONENTS))
 
-    def spread(self, read_part: ReadPart, name: str, index: Index, exponents: bool) -> Tensor:
-        """Return one scale per value at that index."""
-        height, width = self.shape[-2:]
-        stack = len(self.shape) == 3 and not self.one_for_all  # read only the scales of these experts
-        part = read_part(name, index if stack else None)
+    def spread(self, read_part: ReadPart, scale: TensorInfo, index: Index, exponents: bool) -> Tensor:
+        """Return one scale per value at that index; `exponents` are stored of powers of two."""
+        *experts, height, width = self.weight.shape
+        stack = experts and prod(scale.shape) > 1  # read only the scales of these experts
+        part = read_part(scale.name, index if stack else None)
         lead = part.shape[:1] if stack and not isinstance(index, int) else ()
         grid = (powers_of_two(part) if exponents else part.float()).reshape(
             *lead, *self.grid.shape(height, width)
         )
         rows = self.grid.of_rows(height)
-        if len(self.shape) == 2 and index is not None:
+        if not experts and index is not None:
             rows = rows[index]
         return grid[..., rows, :].repeat_interleave(min(self.grid.columns, width), dim=-1)[..., :width]
 
 
 def fp8(stored: Stored, quantisation: Quantisation) -> Iterator[Claim]:
-    block, group = quantisation.block, group_size(quantisation)
-    by_compressed_tensors = quantisation.method == "compressed-tensors"  # others use int8 differently
+    block = quantisation.get("weight_block_size")
+    block = (128, 128) if block is None else block  # as in all released models
+    if not (isinstance(block, list | tuple) and len(block) == 2 and all(map(is_count, block))):
+        raise BadInput(
+            f"config.json: quantization_config.weight_block_size is {block!r}, expected two whole numbers; "
+            "download it again"
+        )
+    sizes = {settings.group_size for settings in weight_settings(quantisation)}
+    group = sizes.pop() if len(sizes) == 1 else None  # columns of INT8 that share a scale
+    by_compressed_tensors = quantisation.get("quant_method") == "compressed-tensors"  # others differ in int8
     for name, info in stored.items():
         is_fp8 = info.dtype in FP8
         if not (is_fp8 or (info.dtype == "I8" and by_compressed_tensors and name.endswith(".weight"))):
             continue
         if len(info.shape) in (2, 3) and not name.endswith(("_scale", ".scale", "_scale_inv", "_zero_point")):
-            yield info, with_scale(stored, info, block, group, "FP8" if is_fp8 else "INT8")
+            yield info, with_scale(stored, info, (block[0], block[1]), group, "FP8" if is_fp8 else "INT8")
 
 
 def with_scale(
     stored: Stored, info: TensorInfo, block: tuple[int, int], group: int | None, scheme: str
 ) -> Packed:
     name, module = info.name, info.name.removesuffix("weight")
-    unused = present(
-        stored,
-        f"{module}input_scale",
-        f"{module}activation_scale",
-        f"{module}qscale_act",
-        f"{name}_activation_scale",
-    )
+    unused = (f"{module}{part}" for part in ("input_scale", "activation_scale", "qscale_act"))
     names = (f"{name}_scale_inv", f"{name}_scale", f"{module}scale", f"{module}qscale_weight")
     scales = present(stored, *(names if name.endswith(".weight") else names[:2]))
-    parts = (name, *scales, *unused, *present(stored, f"{name}_zero_point"))
+    parts = present(stored, name, *scales, *unused, f"{name}_activation_scale", f"{name}_zero_point")
     if not scales:
         return incomplete(scheme, info, parts, f"its scale {names[0] if scheme == 'FP8' else names[1]}")
     scale = stored[scales[0]]
-    grid = scale.dtype in SCALES and find_grid(
-        info.shape, scale.shape, block, group, halves="gate_up" in name
-    )
-    if not grid:
-        wanted = (
-            f"{[*info.shape[:-2], *Grid(*block).shape(*info.shape[-2:])]} of floats for blocks of {block[0]} "
-            f"x {block[1]}"
-        )
-        return misshapen(scheme, info, parts, scale, wanted)
+    grid = find_grid(info.shape, scale.shape, block, group, halves="gate_up" in name)
+    if not grid or scale.dtype not in SCALES:
+        wanted = [*info.shape[:-2], *Grid(*block).shape(*info.shape[-2:])]
+        expected = f"{wanted} of floats for blocks of {block[0]} x {block[1]}"
+        return misshapen(scheme, info, parts, scale, expected)
     zero_point = stored.get(f"{name}_zero_point")
     if zero_point and zero_point.shape != scale.shape:
         return misshapen(scheme, info, parts, zero_point, str(list(scale.shape)))
-    how = ScaledValues(
-        name,
-        scale.name,
-        zero_point.name if zero_point else None,
-        info.shape,
-        grid,
-        one_for_all=prod(scale.shape) == 1,
-        exponents=scale.dtype in EXPONENTS,
+    return Packed(
+        f"{scheme} {describe(grid, info.shape)}", parts, ScaledValues(info, scale, zero_point, grid)
     )
-    return Packed(f"{scheme} {describe(grid, info.shape)}", parts, how)
-
-
-def group_size(quantisation: Quantisation) -> int | None:
-    """Return the columns of INT8 that share a scale, if all groups of the config agree."""
-    sizes = {settings.group_size for settings in weight_settings(quantisation)}
-    return sizes.pop() if len(sizes) == 1 else None
 
 
 def find_grid(
-    shape: tuple[int, ...],
-    scale: tuple[int, ...],
-    block: tuple[int, int],
-    group: int | None,
-    halves: bool = False,
+    shape: tuple[int, ...], scale: tuple[int, ...], block: tuple[int, int], group: int | None, halves: bool
 ) -> Grid | None:
     """Return the grid with as many rows and columns as there are scales; None if none or several fit.
 
@@ -168,17 +148,11 @@ def find_grid(
     rest = scale[len(stack) :]
     # one scale per expert or per row may be stored without the axes of length 1
     grid = (*rest, *(1,) * (2 - len(rest)))
-    tried = [
-        Grid(*block),
-        *([Grid(*block, stacked=2)] if halves else []),
-        Grid(1, width),
-        Grid(height, 1),
-        Grid(height, width),
-        Grid(*MX_BLOCK),
-    ]
-    tried += [Grid(1, group)] if group else []
+    whole, half = Grid(*block), Grid(*block, stacked=2)
+    tried = [whole, *([half] if halves else []), Grid(1, width), Grid(height, 1), Grid(height, width)]
+    tried += [Grid(*MX_BLOCK), *([Grid(1, group)] if group else [])]
     fitting = [way for way in tried if height % way.stacked == 0 and way.shape(height, width) == grid]
-    if {Grid(*block), Grid(*block, stacked=2)} <= set(fitting) and (height // 2) % block[0]:
+    if {whole, half} <= set(fitting) and (height // 2) % block[0]:
         # gate and up scaled together or separately: equally many scales at other positions, undecidable
         return None
     return fitting[0] if fitting else None

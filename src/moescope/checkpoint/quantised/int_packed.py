@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from moescope.checkpoint.quantised.packed import (
     FLOATS,
@@ -50,51 +50,44 @@ class WeightSettings:
 
 @dataclass(frozen=True)
 class IntPacked:
-    packed: str
-    scale: str
-    zero_point: str | None
-    shape_part: str
-    file: str
-    shape: tuple[int, ...]
+    logical: TensorInfo
+    scale: TensorInfo
+    zero_point: TensorInfo | None
     bits: int
     group_size: int  # all columns if a row has one scale
-    one_scale: bool  # for all of the tensor
 
     def __call__(self, read_part: ReadPart, index: Index) -> Tensor:
         """Return (value - zero point) * group scale; exact in float32 for 16-bit scales."""
         import torch
 
-        self.check_shape(read_part)
-        *_, height, width = self.shape
-        fused = len(self.shape) == 3
-        values = unpack(read_part(self.packed, index), self.bits)[..., :width].float()
+        name = self.logical.name
+        *experts, height, width = self.logical.shape
+        # the header gives columns only up to the padding of the last word
+        shape = read_part(f"{name}_shape", None).flatten().tolist()
+        if shape != [*experts, height, width]:
+            raise BadInput(
+                f"{self.logical.file}: tensor {name}_shape says {shape}, but {name}_packed and its scales "
+                f"hold {[*experts, height, width]}; columns that do not fill whole words of {WORD} bits "
+                f"cannot be read, {USE_INSTEAD}"
+            )
+        values = unpack(read_part(f"{name}_packed", index), self.bits)[..., :width].float()
         group = torch.arange(width) // self.group_size
         if self.zero_point:
             # packed along the rows, so single rows cannot be read
-            words = read_part(self.zero_point, index if fused else None).transpose(-1, -2).contiguous()
+            words = read_part(self.zero_point.name, index if experts else None).transpose(-1, -2).contiguous()
             zero = unpack(words, self.bits)[..., :height].transpose(-1, -2)
-            values -= (zero if fused or index is None else zero[index]).float()[..., group]
-        if self.one_scale:
-            return values.mul_(read_part(self.scale, None).float().reshape(()))
-        return values.mul_(read_part(self.scale, index).float()[..., group])
-
-    def check_shape(self, read_part: ReadPart) -> None:
-        """Compare with the stored shape: the header gives columns only up to the padding of the last word."""
-        shape = read_part(self.shape_part, None).flatten().tolist()
-        if shape != list(self.shape):
-            raise BadInput(
-                f"{self.file}: tensor {self.shape_part} says {shape}, but {self.packed} and its scales "
-                f"hold {list(self.shape)}; columns that do not fill whole words of {WORD} bits cannot be "
-                f"read, {USE_INSTEAD}"
-            )
+            values -= (zero if experts or index is None else zero[index]).float()[..., group]
+        if self.scale.shape in ((), (1,)):
+            return values.mul_(read_part(self.scale.name, None).float().reshape(()))
+        return values.mul_(read_part(self.scale.name, index).float()[..., group])
 
 
 def unpack(words: Tensor, bits: int) -> Tensor:
     """Return the signed integers packed in the words of the last axis, lowest bits first."""
     import torch
 
-    shifts = torch.arange(0, WORD, bits, dtype=torch.int32)
-    values = words.to(torch.int32)[..., None] >> shifts  # sign extension is masked out below
+    # sign extension is masked out below
+    values = words.to(torch.int32)[..., None] >> torch.arange(0, WORD, bits, dtype=torch.int32)
     return values.bitwise_and_(2**bits - 1).sub_(2 ** (bits - 1)).flatten(-2)
 
 
@@ -112,36 +105,25 @@ def int_packed(stored: Stored, quantisation: Quantisation) -> Iterator[Claim]:
 
 
 def one_tensor(stored: Stored, packed: TensorInfo, settings: WeightSettings) -> Claim:
-    name = packed.name.removesuffix("_packed")
-    scheme = f"INT{settings.bits}"
-    *rows, words = packed.shape
-    scale, shape, zero_point, order = (f"{name}_{part}" for part in ("scale", "shape", "zero_point", "g_idx"))
-    parts = (packed.name, *present(stored, scale, shape, zero_point, order))
-    logical = replace(packed, name=name, shape=(*rows, words * WORD // max(settings.bits, 1)), dtype=scheme)
-    if settings.bits not in BITS:
-        return logical, rejected(
-            scheme, logical, parts, f"is packed in {settings.bits} bits, which is not supported"
-        )
-    if order in stored:
+    """Return the claim with the column count that groups and words agree on."""
+    name, bits = packed.name.removesuffix("_packed"), settings.bits
+    scheme, columns = f"INT{bits}", packed.shape[-1] * WORD // bits
+    *rows, _ = packed.shape
+    names = [f"{name}_{part}" for part in ("scale", "shape", "zero_point", "g_idx")]
+    parts = present(stored, packed.name, *names)
+    logical = replace(packed, name=name, shape=(*rows, columns), dtype=scheme)
+    if bits not in BITS:
+        return logical, rejected(scheme, logical, parts, f"is packed in {bits} bits, which is not supported")
+    if names[3] in stored:
         why = "has its columns grouped by activation (weight_g_idx), which is not supported"
         return logical, rejected(scheme, logical, parts, why)
-    needed = (scale, shape) if settings.symmetric else (scale, shape, zero_point)
-    for part in needed:
+    for part in names[: 2 if settings.symmetric else 3]:
         if part not in stored:
             return logical, incomplete(scheme, logical, parts, part)
-    if settings.symmetric and zero_point in stored:
-        why = f"is symmetric by config.json, and yet {zero_point} is there"
+    scale, zero_point = stored[names[0]], stored.get(names[2])
+    if settings.symmetric and zero_point:
+        why = f"is symmetric by config.json, and yet {zero_point.name} is there"
         return logical, rejected(scheme, logical, parts, why, "check that they belong together")
-    return check_parts(stored, logical, packed, settings, parts)
-
-
-def check_parts(
-    stored: Stored, logical: TensorInfo, packed: TensorInfo, settings: WeightSettings, parts: tuple[str, ...]
-) -> Claim:
-    """Return the claim with the column count that groups and words agree on."""
-    name, bits, scheme = logical.name, settings.bits, logical.dtype
-    *rows, columns = logical.shape
-    scale, zero_point = stored[f"{name}_scale"], stored.get(f"{name}_zero_point")
     one_scale = scale.shape in ((), (1,))
     size = settings.group_size or columns
     groups = -(-columns // size)
@@ -150,46 +132,28 @@ def check_parts(
         if -(-grouped * bits // WORD) == packed.shape[-1]:
             columns, groups = grouped, scale.shape[-1]
             logical = replace(logical, shape=(*rows, columns))
-    if scale.dtype not in FLOATS or not (
-        scale.shape == (*rows, groups) or (one_scale and not settings.group_size)
-    ):
+    fits = scale.shape == (*rows, groups) or (one_scale and not settings.group_size)
+    if scale.dtype not in FLOATS or not fits:
         wanted = f"{[*rows, groups]} of floats, one for {size} columns"
         return logical, misshapen(scheme, logical, parts, scale, wanted)
     if zero_point is not None:
         packed_rows = (*rows[:-1], -(-rows[-1] * bits // WORD), groups)
         if zero_point.dtype != "I32" or zero_point.shape != packed_rows:
             return logical, misshapen(scheme, logical, parts, zero_point, f"{list(packed_rows)} of int32")
-    how = IntPacked(
-        packed.name,
-        scale.name,
-        zero_point.name if zero_point else None,
-        f"{name}_shape",
-        logical.file,
-        logical.shape,
-        bits,
-        size,
-        one_scale,
-    )
-    described = (
-        f"in groups of {size}"
-        if settings.group_size
-        else "with one scale"
-        if one_scale
-        else "with one scale per row"
-    )
-    return logical, Packed(f"{scheme} {described}", parts, how)
+    one = "with one scale" if one_scale else "with one scale per row"
+    described = f"in groups of {size}" if settings.group_size else one
+    return logical, Packed(f"{scheme} {described}", parts, IntPacked(logical, scale, zero_point, bits, size))
 
 
 def weight_settings(quantisation: Quantisation) -> list[WeightSettings]:
     """Return the integer weight settings of each config group."""
-    groups = quantisation.config.get("config_groups")
+    groups = quantisation.get("config_groups")
     settings = []
     for group in groups.values() if isinstance(groups, dict) else ():
         weights = group.get("weights") if isinstance(group, dict) else None
         if not isinstance(weights, dict) or weights.get("type", "int") != "int":
             continue
-        bits: Any = weights.get("num_bits")
-        size, targets = weights.get("group_size"), group.get("targets")
+        bits, size, targets = weights.get("num_bits"), weights.get("group_size"), group.get("targets")
         if is_count(bits):
             names = tuple(t for t in targets if isinstance(t, str)) if isinstance(targets, list) else ()
             group_size = size if is_count(size) else None  # -1 means one scale per row
@@ -200,12 +164,9 @@ def weight_settings(quantisation: Quantisation) -> list[WeightSettings]:
 
 def settings_of(module: str, groups: list[WeightSettings]) -> WeightSettings | None:
     """Return the group that targets the module by name, else the first that targets a class (`Linear`)."""
-    if len(groups) == 1:
-        return groups[0]
-    for group in groups:
-        if any(matches(target, module) for target in group.targets):
-            return group
-    return next((group for group in groups if any(target.isidentifier() for target in group.targets)), None)
+    named = [group for group in groups if any(matches(target, module) for target in group.targets)]
+    classes = [group for group in groups if any(target.isidentifier() for target in group.targets)]
+    return next(iter([*named, *classes] if len(groups) != 1 else groups), None)
 
 
 def matches(target: str, module: str) -> bool:

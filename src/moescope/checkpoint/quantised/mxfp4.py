@@ -60,39 +60,28 @@ def mxfp4(stored: Stored, quantisation: Quantisation) -> Iterator[Claim]:
         if info.dtype != "U8":
             continue
         if name.endswith("_blocks") and len(info.shape) >= 3:
-            yield blocks_and_scales(stored, info, name.removesuffix("_blocks"))
+            *rows, count, width = info.shape
+            stem, shape = name.removesuffix("_blocks"), (*rows, count * 2 * width)
+            yield one_tensor(stored, info, stem, shape, f"{stem}_scales", width)
         elif name.endswith(".weight_packed") and len(info.shape) >= 2:
-            scale = stored.get(name.removesuffix("_packed") + "_scale")
+            *rows, width = info.shape
+            stem, shape = name.removesuffix("_packed"), (*rows, 2 * width)
+            scale = stored.get(f"{stem}_scale")
             if scale is not None and scale.dtype in EXPONENTS:
-                yield packed_bytes(stored, info, scale)
+                yield one_tensor(stored, info, stem, shape, scale.name, BYTES)
 
 
-def blocks_and_scales(stored: Stored, blocks: TensorInfo, name: str) -> Claim:
-    *rows, count, width = blocks.shape
-    logical = replace(blocks, name=name, shape=(*rows, count * 2 * width), dtype="MXFP4")
-    scales = f"{name}_scales"
-    parts = (blocks.name, *present(stored, scales))
+def one_tensor(
+    stored: Stored, blocks: TensorInfo, name: str, shape: tuple[int, ...], scales: str, width: int
+) -> Claim:
+    logical = replace(blocks, name=name, shape=shape, dtype="MXFP4")
+    parts = present(stored, blocks.name, scales, name.removesuffix("weight") + "input_global_scale")
     if scales not in stored:
         return logical, incomplete("MXFP4", logical, parts, scales)
     if width != BYTES:
         return logical, misshapen("MXFP4", logical, parts, blocks, f"[..., {BYTES}]")
-    return logical, with_scales(logical, blocks, stored[scales], parts)
-
-
-def packed_bytes(stored: Stored, packed: TensorInfo, scale: TensorInfo) -> Claim:
-    *rows, width = packed.shape
-    stem = packed.name.removesuffix("_packed")
-    logical = replace(packed, name=stem, shape=(*rows, 2 * width), dtype="MXFP4")
-    parts = (packed.name, scale.name, *present(stored, stem.removesuffix("weight") + "input_global_scale"))
-    return logical, with_scales(logical, packed, scale, parts)
-
-
-def with_scales(
-    logical: TensorInfo, blocks: TensorInfo, scales: TensorInfo, parts: tuple[str, ...]
-) -> Packed:
-    *rows, columns = logical.shape
-    expected = (*rows, columns // BLOCK)
-    if scales.shape != expected or columns % BLOCK or scales.dtype not in EXPONENTS:
+    expected, scale = (*shape[:-1], shape[-1] // BLOCK), stored[scales]
+    if scale.shape != expected or shape[-1] % BLOCK or scale.dtype not in EXPONENTS:
         wanted = f"{list(expected)} of bytes, one for {BLOCK} columns"
-        return misshapen("MXFP4", logical, parts, scales, wanted)
-    return Packed(SCHEME, parts, Mxfp4(blocks.name, scales.name))
+        return logical, misshapen("MXFP4", logical, parts, scale, wanted)
+    return logical, Packed(SCHEME, parts, Mxfp4(blocks.name, scales))

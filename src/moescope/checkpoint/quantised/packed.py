@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, TypeGuard
 
 from moescope.errors import BadInput
 
@@ -16,7 +16,8 @@ if TYPE_CHECKING:
 ReadPart = Callable[[str, "Index"], "Tensor"]  # reads a stored tensor, or a part of its first axis
 Stored = Mapping[str, "TensorInfo"]
 Claim = tuple["TensorInfo", "Packed"]  # a logical tensor, and how to read it
-Scheme = Callable[[Stored, "Quantisation"], Iterator[Claim]]
+Quantisation = Mapping[str, Any]  # the quantization_config of config.json
+Scheme = Callable[[Stored, Quantisation], Iterator[Claim]]
 
 USE_INSTEAD = "give a checkpoint in BF16, FP8, MXFP4 or compressed-tensors INT4"
 E8M0_NAN = 255
@@ -38,14 +39,10 @@ class Packed:
     decode: Callable[[ReadPart, Index], Tensor] | None  # None if there is a problem
     problem: str = ""  # raised only when the tensor is requested: unused tensors may be in any format
 
-    def check(self) -> None:
-        if self.problem or self.decode is None:
-            raise BadInput(self.problem)
-
     def read(self, read_part: ReadPart, index: Index = None) -> Tensor:
         """Decode the tensor, or a part of its first axis without reading the rest."""
-        self.check()
-        assert self.decode is not None
+        if self.decode is None:
+            raise BadInput(self.problem)
         return self.decode(read_part, index)
 
 
@@ -85,39 +82,14 @@ def powers_of_two(exponents: Tensor) -> Tensor:
     return table[exponents.view(torch.uint8).int()]
 
 
-@dataclass(frozen=True)
-class Quantisation:
-    """The quantization_config of config.json; empty if there is none."""
-
-    config: Mapping[str, Any] = field(default_factory=dict)
-
-    @property
-    def method(self) -> Any:
-        return self.config.get("quant_method")
-
-    @property
-    def block(self) -> tuple[int, int]:
-        """Rows and columns that share a scale; default 128 x 128, as in all released models."""
-        size = self.config.get("weight_block_size")
-        if size is None:
-            return (128, 128)
-        if isinstance(size, list | tuple) and len(size) == 2 and all(map(is_count, size)):
-            return (size[0], size[1])
-        raise BadInput(
-            f"config.json: quantization_config.weight_block_size is {size!r}, expected two whole numbers; "
-            "download it again"
-        )
-
-
-def is_count(value: object) -> bool:
+def is_count(value: object) -> TypeGuard[int]:
     return isinstance(value, int) and not isinstance(value, bool) and 0 < value < 2**31
 
 
 def find_quantisation(config: Mapping[str, Any] | None) -> Quantisation:
-    """Return the quantisation part of a config or of its text model's config."""
+    """Return the quantisation part of a config or of its text model's config; empty if there is none."""
     for place in (config, (config or {}).get("text_config")):
-        if isinstance(place, dict):
-            for name in ("quantization_config", "compression_config"):
-                if isinstance(place.get(name), dict):
-                    return Quantisation(place[name])
-    return Quantisation()
+        for name in ("quantization_config", "compression_config"):
+            if isinstance(place, dict) and isinstance(place.get(name), dict):
+                return place[name]
+    return {}

@@ -1,7 +1,5 @@
 """Hard capacity: how many tokens an expert accepts, and which."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

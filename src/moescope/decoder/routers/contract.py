@@ -5,8 +5,6 @@ off; biases, keys and moving averages are frozen. Routers that look at the whole
 `causal_in_training = False`; compare those by evaluation loss only. The contract test checks all of ROUTERS.
 """
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -18,8 +16,10 @@ from torch import Tensor, nn
 
 from moescope.decoder.config import ModelConfig, Option, check_type, unknown_key
 from moescope.decoder.ranks import ALONE, Ranks
-from moescope.errors import BadInput
+from moescope.errors import BadInput, unknown_name
 from moescope.types import Diagnostic, LinearView, Routing
+
+EMPTY = -1e30  # not -inf: a token without any choice would get NaN
 
 
 @dataclass(frozen=True)
@@ -74,6 +74,7 @@ class Router(nn.Module, ABC):
     name: ClassVar[str]
     routes: ClassVar[bool] = True  # False: one block per layer; nothing to trace or compress
     has_rows: ClassVar[bool] = True  # one weight vector per expert
+    trains_rows: ClassVar[bool] = False  # as the parameter `weight`, which is multiplied with x
     has_logits: ClassVar[bool] = True
     has_keys: ClassVar[bool] = False  # rows are keys that move without gradients
     plain_top_k: ClassVar[bool] = False  # linear without bias, softmax, top-k: transformers can load it
@@ -96,6 +97,9 @@ class Router(nn.Module, ABC):
     # the overhead table's parts: name -> method; none of them calls another
     components: ClassVar[dict[str, str]] = {}
     OPTIONS: ClassVar[dict[str, Option]] = {}
+    # what options may be: one of RANGES -> options; and of texts, option -> what is known
+    BOUNDS: ClassVar[dict[str, tuple[str, ...]]] = {}
+    CHOICES: ClassVar[dict[str, tuple[str, ...]]] = {}
 
     def __init__(self, config: ModelConfig, layer: int, shared: nn.Module | None = None):
         super().__init__()
@@ -107,6 +111,8 @@ class Router(nn.Module, ABC):
         self.accumulated: dict[str, Tensor] = {}  # no buffers: DDP would overwrite one rank's with another's
         self.ranks = ALONE  # set by the trainer: the ranks that share the batch
         self.compiles = False  # set by the model: whether `fused` compiles
+        if self.trains_rows:
+            self.weight = nn.Parameter(torch.empty(config.experts, config.d_model).normal_(std=0.02))
 
     @property
     def shared(self) -> nn.Module | None:
@@ -153,6 +159,15 @@ class Router(nn.Module, ABC):
         """Remove and return this step's sum over micro-batches and ranks; None without a training pass."""
         amount = self.accumulated.pop(name, None)
         return None if amount is None else self.ranks.sum(amount)
+
+    def choice_gates(self, logits_TE: Tensor, chosen_TK: Tensor) -> Tensor:
+        """Softmax of the logits over a token's choices, over all experts where k = 1; 0 in empty slots."""
+        picked_TK = logits_TE.gather(-1, chosen_TK.clamp(min=0))
+        if self.single:  # a softmax over one choice is 1 and has no gradient
+            gates_TK = (picked_TK - logits_TE.logsumexp(-1, keepdim=True)).exp()
+        else:
+            gates_TK = picked_TK.masked_fill(chosen_TK < 0, EMPTY).softmax(-1)
+        return torch.where(chosen_TK < 0, 0, gates_TK)
 
     def linear_view(self) -> LinearView | None:
         """Logits as rows times a function of x, for routers with more state than rows; None otherwise."""
@@ -211,19 +226,18 @@ class Router(nn.Module, ABC):
                     raise BadInput(f"router {cls.name} has no options; remove {name!r}")
                 raise unknown_key(f"router {cls.name}: unknown option", name, list(cls.OPTIONS))
             values[name] = check_type(value, type(cls.OPTIONS[name]), f"router {cls.name}: {name}")
-        cls.check_options(values, config)
+        for name, known in cls.CHOICES.items():
+            if values[name] not in known:
+                raise unknown_name(f"{name} of router {cls.name}", values[name], list(known))
+        for valid, name in ((valid, name) for valid, names in cls.BOUNDS.items() for name in names):
+            if not RANGES[valid](values[name]):
+                raise BadInput(f"router {cls.name}: {name} must be {valid}, not {values[name]}")
+        cls.check_options(values)
         return values
 
     @classmethod
-    def check_options(cls, options: dict[str, Any], config: ModelConfig) -> None:
-        """Reject option values out of range."""
-
-    @classmethod
-    def check_range(cls, options: dict[str, Any], names: tuple[str, ...], valid: str) -> None:
-        """Reject values of these options outside `valid`, one of RANGES."""
-        for name in names:
-            if not RANGES[valid](options[name]):
-                raise BadInput(f"router {cls.name}: {name} must be {valid}, not {options[name]}")
+    def check_options(cls, options: dict[str, Any]) -> None:
+        """Reject options that exclude each other."""
 
 
 RANGES = {
@@ -231,6 +245,7 @@ RANGES = {
     "more than 0": lambda value: value > 0,
     "at least 0 and below 1": lambda value: 0 <= value < 1,
     "between 0 and 100": lambda value: 0 <= value <= 100,
+    "at least 64": lambda value: value >= 64,
 }
 FACTS = (
     *("name", "routes", "has_rows", "has_logits", "has_keys", "plain_top_k", "sigmoid_scores", "fixed_top_k"),
@@ -250,19 +265,6 @@ def compiled_function(function: Callable[..., Any]) -> Callable[..., Any]:
 
 def to_routing(routed: Routed, layer: int, layer_name: str, n_experts: int) -> Routing:
     """Return the decision as a detached Routing."""
-
-    def detached(tensor: Tensor | None) -> Tensor | None:
-        return None if tensor is None else tensor.detach()
-
-    return Routing(
-        layer=layer,
-        layer_name=layer_name,
-        n_experts=n_experts,
-        chosen_TK=routed.chosen_TK,
-        gates_TK=routed.gates_TK.detach(),
-        logits_TE=detached(routed.logits_TE),
-        scores_TE=detached(routed.scores_TE),
-        selection_TE=detached(routed.selection_TE),
-        dropped_T=routed.dropped_T,
-        diagnostics=routed.diagnostics,
-    )
+    names = ("chosen_TK", "gates_TK", "logits_TE", "scores_TE", "selection_TE", "dropped_T")
+    tensors = {name: tensor.detach() for name in names if (tensor := getattr(routed, name)) is not None}
+    return Routing(layer, layer_name, n_experts, **tensors, diagnostics=routed.diagnostics)

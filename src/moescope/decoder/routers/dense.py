@@ -1,7 +1,5 @@
 """No routing: one feed-forward block as wide as the experts a token would meet. The reference."""
 
-from __future__ import annotations
-
 import torch
 
 from moescope.decoder.config import ModelConfig
@@ -26,5 +24,5 @@ class Dense(Router):
         return 1.0
 
     def forward(self, inputs: RouterInput) -> Routed:
-        chosen_T1 = torch.where(inputs.mask_T, 0, -1)[:, None]
-        return Routed(chosen_T1, inputs.mask_T[:, None].to(inputs.x_TD.dtype))
+        mask_T1 = inputs.mask_T[:, None]
+        return Routed(torch.where(mask_T1, 0, -1), mask_T1.to(inputs.x_TD.dtype))

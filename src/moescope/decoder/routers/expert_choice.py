@@ -1,9 +1,7 @@
 """Experts choose tokens: balanced by construction, and not causal in training."""
 
-from __future__ import annotations
-
 import math
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -20,13 +18,21 @@ class ExpertChoice(Router):
 
     Zhou et al. 2022. The whole batch, later tokens included, decides who is taken. In evaluation expert i
     instead takes token t iff p[t, i] >= theta_i, theta_i the moving average over training batches of the
-    midpoint of the c-th and (c+1)-th largest probability: about the same share of tokens on similar text,
-    as long as the average follows the router (with `decay` near 1, experts get half or twice their share
-    while the learning rate is high). Before training theta is 1/n. A token that no expert takes passes
-    through; `diagnostics` report the share of such tokens and how unevenly experts spread over tokens.
+    midpoint of the c-th and (c+1)-th largest probability: about the same share of tokens on similar text.
+    Before training theta is 1/n. A token that no expert takes passes through; `diagnostics` report the share
+    of such tokens and how unevenly experts spread over tokens.
+
+    Parameters
+    ----------
+    capacity_factor
+        Each expert takes ceil(factor N k / n) tokens.
+    decay
+        Of the moving average that is the threshold in evaluation; near 1 it lags behind the router, and
+        experts get half or twice their share while the learning rate is high.
     """
 
     name = "expert_choice"
+    trains_rows = True
     gates_follow = False
     experts_choose = True
     causal_in_training = False
@@ -36,19 +42,17 @@ class ExpertChoice(Router):
     }
     state_tensors: ClassVar[dict[str, str]] = {"midpoints_E": "experts", "steps": "shared"}
     OPTIONS: ClassVar[dict[str, Option]] = {"capacity_factor": 1.25, "decay": 0.9}
+    BOUNDS: ClassVar[dict[str, tuple[str, ...]]] = {
+        "more than 0": ("capacity_factor",),
+        "at least 0 and below 1": ("decay",),
+    }
     midpoints_E: Tensor
     steps: Tensor
 
     def __init__(self, config: ModelConfig, layer: int, shared: nn.Module | None = None):
         super().__init__(config, layer, shared)
-        self.weight = nn.Parameter(torch.empty(config.experts, config.d_model).normal_(std=0.02))
         self.register_buffer("midpoints_E", torch.zeros(config.experts))  # moving average, not bias-corrected
         self.register_buffer("steps", torch.zeros(()))
-
-    @classmethod
-    def check_options(cls, options: dict[str, Any], config: ModelConfig) -> None:
-        cls.check_range(options, ("capacity_factor",), "more than 0")
-        cls.check_range(options, ("decay",), "at least 0 and below 1")
 
     @classmethod
     def renormalises(cls, config: ModelConfig) -> bool:
@@ -56,8 +60,7 @@ class ExpertChoice(Router):
 
     @classmethod
     def slots_per_token(cls, config: ModelConfig) -> float:
-        factor = float(cls.checked_options(config)["capacity_factor"])
-        return min(factor * config.top_k, config.experts)
+        return min(float(cls.checked_options(config)["capacity_factor"]) * config.top_k, config.experts)
 
     @property
     def threshold_E(self) -> Tensor:
@@ -69,11 +72,10 @@ class ExpertChoice(Router):
         logits_TE = self.adjust_logits(functional.linear(inputs.x_TD, self.weight))
         scores_TE = logits_TE.softmax(-1)
         if self.training:
-            ranks = self.sharing
-            taken_TE, most = self.best_tokens(
-                ranks.gather_rows(scores_TE.detach()), ranks.gather_rows(inputs.mask_T)
-            )
-            taken_TE, at_most = ranks.local_rows(taken_TE), min(most, len(scores_TE)) * self.config.experts
+            rows, ranks = len(scores_TE), self.sharing
+            all_TE, all_T = ranks.gather_rows(scores_TE.detach()), ranks.gather_rows(inputs.mask_T)
+            taken_TE, most = self.best_tokens(all_TE, all_T)
+            taken_TE, at_most = ranks.local_rows(taken_TE), min(most, rows) * self.config.experts
             selection_TE = scores_TE
         else:
             selection_TE = self.adjust_selection(scores_TE - self.threshold_E)
@@ -99,13 +101,11 @@ class ExpertChoice(Router):
         count_T = taken_TE.sum(-1).float()  # 0 for pads
         mean = count_T.sum() / tokens
         variance = (count_T.square().sum() / tokens - mean.square()).clamp(min=0)
-        without = ((count_T == 0) & mask_T).sum() / tokens
+        without, spread = ((count_T == 0) & mask_T).sum() / tokens, math.sqrt(p * (1 - p))
         return {
             "tokens_without_expert": Diagnostic(without, (1 - p) ** n, 1 - p),
             "experts_per_token": Diagnostic(mean, n * p),
-            "experts_per_token_spread": Diagnostic(
-                variance.sqrt(), math.sqrt(n * p * (1 - p)), n * math.sqrt(p * (1 - p))
-            ),
+            "experts_per_token_spread": Diagnostic(variance.sqrt(), math.sqrt(n * p * (1 - p)), n * spread),
         }
 
     def best_tokens(self, scores_TE: Tensor, mask_T: Tensor) -> tuple[Tensor, int]:
@@ -118,8 +118,7 @@ class ExpertChoice(Router):
         most = max(min(math.ceil(tokens * (factor * top_k / n_experts) - 1e-9), tokens), 1)
         # Padding lowers the capacity by an amount only the device knows: places beyond it are masked.
         capacity = capacity_of(mask_T, factor, top_k, n_experts).minimum(mask_T.sum())
-        ranked_TE = scores_TE.masked_fill(~mask_T[:, None], -1)
-        best_CE, tokens_CE = ranked_TE.topk(min(most + 1, tokens), dim=0)
+        best_CE, tokens_CE = scores_TE.masked_fill(~mask_T[:, None], -1).topk(min(most + 1, tokens), dim=0)
         places_C1 = torch.arange(len(best_CE), device=best_CE.device)[:, None]
         taken_TE = torch.zeros_like(scores_TE, dtype=torch.bool).scatter(
             0, tokens_CE, (places_C1 < capacity).expand_as(tokens_CE)
@@ -143,9 +142,7 @@ class ExpertChoice(Router):
         return LinearView(self.weight.detach(), lambda x_TD: x_TD, "weight", stored, thresholds=True)
 
     def after_step(self) -> None:
-        total = self.total("midpoints")
-        if total is None:
-            return
-        decay = self.options["decay"]
-        self.midpoints_E.mul_(decay).add_((1 - decay) * total[:-1] / total[-1])
-        self.steps.add_(1)
+        total, decay = self.total("midpoints"), self.options["decay"]
+        if total is not None:
+            self.midpoints_E.mul_(decay).add_((1 - decay) * total[:-1] / total[-1])
+            self.steps.add_(1)

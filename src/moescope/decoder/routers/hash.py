@@ -1,8 +1,6 @@
 """Experts by a fixed hash of the token id: the control that learns nothing."""
 
-from __future__ import annotations
-
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import numpy as np
 import torch
@@ -10,19 +8,23 @@ from torch import Tensor, nn
 
 from moescope.decoder.config import ModelConfig, Option
 from moescope.decoder.routers.contract import Routed, Router, RouterInput
-from moescope.errors import unknown_name
 from moescope.types import Array, Integers
 
-HASHED = ("token", "previous", "occurrence")
 AT_ONCE = 2**22  # tokens x experts drawn together
 
 
 class Hash(Router):
     """k different experts per token id, drawn once per layer, gates 1/k. Roller et al. 2021, random hashing.
 
-    It balances the vocabulary, not the text: frequent tokens make the load uneven. Two controls: `of` =
-    "previous" takes the experts of the token before, "occurrence" mixes token and position, so that one token
-    meets other experts each time.
+    It balances the vocabulary, not the text: frequent tokens make the load uneven.
+
+    Parameters
+    ----------
+    seed
+        Seed of the table.
+    of
+        `token`; two controls: `previous` takes the experts of the token before, `occurrence` mixes token and
+        position, so that one token meets other experts each time.
     """
 
     name = "hash"
@@ -36,13 +38,14 @@ class Hash(Router):
     seed_options = ("seed",)
     state_tensors: ClassVar[dict[str, str]] = {"table_VK": "table"}
     OPTIONS: ClassVar[dict[str, Option]] = {"seed": 0, "of": "token"}
+    BOUNDS: ClassVar[dict[str, tuple[str, ...]]] = {"0 or more": ("seed",)}
+    CHOICES: ClassVar[dict[str, tuple[str, ...]]] = {"of": ("token", "previous", "occurrence")}
     table_VK: Tensor
 
     def __init__(self, config: ModelConfig, layer: int, shared: nn.Module | None = None):
         super().__init__(config, layer, shared)
-        if torch.get_default_device().type == "meta":  # only counted
-            table_VK = torch.empty(config.vocabulary, config.top_k, dtype=torch.long)
-        else:
+        table_VK = torch.empty(config.vocabulary, config.top_k, dtype=torch.long)
+        if not table_VK.is_meta:  # there it is only counted
             draws = np.random.default_rng([self.options["seed"], layer])
             at_once = max(AT_ONCE // config.experts, 1)
             parts = [
@@ -54,12 +57,6 @@ class Hash(Router):
         self.register_buffer("table_VK", table_VK)
 
     @classmethod
-    def check_options(cls, options: dict[str, Any], config: ModelConfig) -> None:
-        cls.check_range(options, ("seed",), "0 or more")
-        if options["of"] not in HASHED:
-            raise unknown_name("router hash: of", options["of"], list(HASHED))
-
-    @classmethod
     def reads_context(cls, config: ModelConfig) -> bool:
         return bool(cls.checked_options(config)["of"] != "token")
 
@@ -67,10 +64,9 @@ class Hash(Router):
         """Return each token's row of the table."""
         if self.options["of"] == "token":
             return inputs.token_ids_T
-        context = self.context_of(inputs)
         if self.options["of"] == "previous":
-            return context.previous_T
-        return (inputs.token_ids_T * 40_503 + context.position_T * 7_919) % len(self.table_VK)
+            return self.context_of(inputs).previous_T
+        return (inputs.token_ids_T * 40_503 + self.context_of(inputs).position_T * 7_919) % len(self.table_VK)
 
     def forward(self, inputs: RouterInput) -> Routed:
         chosen_TK = self.table_VK[self.hashed(inputs)].masked_fill(~inputs.mask_T[:, None], -1)

@@ -1,8 +1,6 @@
 """Balance without a loss: a bias per expert, used for selection only."""
 
-from __future__ import annotations
-
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -19,22 +17,24 @@ class LossFree(Router):
 
     After each step b_i += rate sign(mean count - count_i), counts over the whole batch. Wang et al. 2024;
     DeepSeek-V3. Only the sign counts, so b changes by `rate` however small the imbalance and never settles.
+
+    Parameters
+    ----------
+    rate
+        Change of a bias per step.
     """
 
     name = "loss_free"
+    trains_rows = True
     sigmoid_scores = True
     gates_follow = False
     OPTIONS: ClassVar[dict[str, Option]] = {"rate": 0.001}
+    BOUNDS: ClassVar[dict[str, tuple[str, ...]]] = {"0 or more": ("rate",)}
     bias_E: Tensor
 
     def __init__(self, config: ModelConfig, layer: int, shared: nn.Module | None = None):
         super().__init__(config, layer, shared)
-        self.weight = nn.Parameter(torch.empty(config.experts, config.d_model).normal_(std=0.02))
         self.register_buffer("bias_E", torch.zeros(config.experts))
-
-    @classmethod
-    def check_options(cls, options: dict[str, Any], config: ModelConfig) -> None:
-        cls.check_range(options, ("rate",), "0 or more")
 
     @classmethod
     def renormalises(cls, config: ModelConfig) -> bool:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
@@ -12,10 +13,14 @@ from torch.nn import functional
 from moescope.decoder.config import ModelConfig, Option
 from moescope.decoder.routers.contract import Routed, Router, RouterInput
 from moescope.errors import BadInput
-from moescope.types import Diagnostic, LinearView
+from moescope.types import Array, Diagnostic, LinearView
+
+if TYPE_CHECKING:
+    import pandas as pd
 
 PUBLISHED_EVALUATION_TEMPERATURE = 0.5
 RESPAWN_BELOW = 0.1  # of a key's strength
+DRAWS = 20  # random key sets, for the chance level of the map's share of variance
 
 BLOCK = {"block": "some", "frozen_experts": True}
 # Controls of the ablation study: changes to [model], one part removed or fixed at a time.
@@ -37,12 +42,37 @@ class SoME(Router):
     q = unit(W2 gelu(W1 x)); scores q K'; the k largest; gates softmax(score/T) over them (k = 1: over all
     experts). Keys K_i = rho_i khat_i, |khat_i| = 1, have no gradient: `after_step` updates them.
 
-    Options: `attraction` alpha and `peer_pull` beta (0 disables; peer pull alone drives keys together),
-    `frozen_keys` (control: keys never move, usage is still counted), `decay` delta of rho, `decay_after` so
-    many steps, for keys below the `decay_percentile` of used ones, `respawn` of keys whose rho fell below
-    0.1. As published: `published_usage` (no bias correction, so the first steps overshoot), `published_peers`
-    (pull divided by the smaller usage of a pair), `published_order` (keys are normalised after the decay,
-    which cancels it), `published_pads` (padding moves keys too), `published_temperature` (0.5 in evaluation).
+    Parameters
+    ----------
+    temperature
+        T of the gates.
+    attraction
+        Alpha, by which chosen keys move towards queries.
+    peer_pull
+        Beta, by which keys chosen together move towards each other; 0 is the control. Alone it drives keys
+        together.
+    usage_decay
+        Of the moving average of counts.
+    decay
+        Delta, by which rho of hardly used keys shrinks per step.
+    decay_after
+        Steps before the decay begins.
+    decay_percentile
+        Percentile of the used keys' usage below which keys are hardly used.
+    respawn
+        Keys whose rho fell below 0.1 restart at a random query.
+    frozen_keys
+        Control: keys never move; usage is still counted.
+    published_usage
+        Usage is not bias-corrected, so the first steps overshoot.
+    published_peers
+        The pull is divided by the smaller usage of a pair instead of the larger.
+    published_order
+        Keys are normalised after the decay, which cancels it.
+    published_pads
+        Padding moves keys too.
+    published_temperature
+        0.5 in evaluation.
     """
 
     name: ClassVar[str] = "some"
@@ -75,11 +105,17 @@ class SoME(Router):
         "published_pads": False,
         "published_temperature": False,
     }
+    BOUNDS: ClassVar[dict[str, tuple[str, ...]]] = {
+        "more than 0": ("temperature",),
+        "0 or more": ("attraction", "peer_pull", "decay_after"),
+        "at least 0 and below 1": ("usage_decay", "decay"),
+        "between 0 and 100": ("decay_percentile",),
+    }
     components: ClassVar[dict[str, str]] = {
         "query": "query",
         "similarity": "scores",
         "top_k": "choose",
-        "gates": "gates",
+        "gates": "choice_gates",
         "bookkeeping": "remember",
     }
     direction_ED: Tensor
@@ -98,11 +134,7 @@ class SoME(Router):
         self.register_buffer("steps", torch.zeros((), dtype=torch.long))
 
     @classmethod
-    def check_options(cls, options: dict[str, Any], config: ModelConfig) -> None:
-        cls.check_range(options, ("temperature",), "more than 0")
-        cls.check_range(options, ("attraction", "peer_pull", "decay_after"), "0 or more")
-        cls.check_range(options, ("usage_decay", "decay"), "at least 0 and below 1")
-        cls.check_range(options, ("decay_percentile",), "between 0 and 100")
+    def check_options(cls, options: dict[str, Any]) -> None:
         if options["respawn"] and (options["frozen_keys"] or options["published_order"]):
             raise BadInput("router some: respawn needs decaying keys; unset frozen_keys and published_order")
 
@@ -121,7 +153,7 @@ class SoME(Router):
             self.remember(q_TD, with_pads_TK if self.options["published_pads"] else chosen_TK)
         return Routed(
             chosen_TK=chosen_TK,
-            gates_TK=self.gates(logits_TE, chosen_TK),
+            gates_TK=self.choice_gates(logits_TE, chosen_TK),
             logits_TE=logits_TE,
             scores_TE=logits_TE.softmax(-1),
             selection_TE=scores_TE.detach(),
@@ -146,6 +178,14 @@ class SoME(Router):
             "weakened_keys": Diagnostic((self.strength_E < 1).float().mean(), begun * below, 1.0),
         }
 
+    def key_map(self, counts_E: Array) -> tuple[pd.DataFrame, dict[str, Any]]:
+        """Return the map of the keys, and their mean cosine with its chance level."""
+        keys_ED = self.keys_ED.double().cpu().numpy()
+        places, shown, by_chance = key_map(keys_ED, counts_E)
+        cosine, spread = key_cosine(keys_ED)
+        row = {"metric": "cosine", "value": cosine, "chance": 0.0, "collapse": 1.0, "chance_spread": spread}
+        return places.assign(variance_share=shown, variance_share_chance=by_chance), row
+
     def linear_view(self) -> LinearView:
         """Keys divided by the temperature, times queries. Fitted strengths may exceed 1."""
 
@@ -168,15 +208,6 @@ class SoME(Router):
 
     def choose(self, scores_TE: Tensor) -> Tensor:
         return scores_TE.detach().topk(self.config.top_k, -1).indices
-
-    def gates(self, logits_TE: Tensor, chosen_TK: Tensor) -> Tensor:
-        """Softmax over a token's k choices; at k = 1 over all experts, for a gradient; 0 for pads."""
-        picked_TK = logits_TE.gather(-1, chosen_TK.clamp(min=0))
-        if self.single:
-            gates_TK = (picked_TK - logits_TE.logsumexp(-1, keepdim=True)).exp()
-        else:
-            gates_TK = picked_TK.softmax(-1)
-        return gates_TK.masked_fill(chosen_TK < 0, 0)
 
     @torch.no_grad()
     def remember(self, q_TD: Tensor, chosen_TK: Tensor) -> None:
@@ -225,10 +256,10 @@ class SoME(Router):
     def move_keys(self, counts_E: Tensor, queries_ED: Tensor, pairs_EE: Tensor, usage_E: Tensor) -> None:
         K_ED = self.keys_ED
         slowness_E = 1 + usage_E
-        attraction_E1 = (self.options["attraction"] / slowness_E)[:, None]
         pair = torch.minimum if self.options["published_peers"] else torch.maximum
         pull_EE = pairs_EE * self.options["peer_pull"] / pair(slowness_E[:, None], slowness_E)
-        change_ED = attraction_E1 * (queries_ED - counts_E[:, None] * K_ED)
+        change_ED = queries_ED - counts_E[:, None] * K_ED
+        change_ED *= (self.options["attraction"] / slowness_E)[:, None]
         change_ED += pull_EE @ K_ED - pull_EE.sum(-1, keepdim=True) * K_ED
         self.direction_ED.copy_(functional.normalize(K_ED + change_ED, dim=-1))
 
@@ -257,3 +288,51 @@ def quantile_of_used(usage_E: Tensor, share: float) -> Tensor:
     rank = (share * (used - 1)).clamp(min=0)
     below, above = (ascending_E.gather(0, at.long()[None])[0] for at in (rank.floor(), rank.ceil()))
     return torch.where(used > 0, torch.lerp(below, above, rank - rank.floor()), torch.nan)
+
+
+def key_cosine(keys_ED: Array) -> tuple[float, float]:
+    """Return the mean cosine between two keys, and its standard deviation for random keys.
+
+    (|sum of unit keys|^2 - n) / (n (n - 1)); for random directions the mean is 0 and the deviation sqrt(2 /
+    (n (n - 1) D)). Near 1 all keys are equal, and rounding decides which expert a token gets.
+    """
+    n, width = keys_ED.shape
+    if n < 2:
+        return float("nan"), float("nan")
+    total_D = unit(keys_ED).sum(0)
+    return float((total_D @ total_D - n) / (n * (n - 1))), float(np.sqrt(2 / (n * (n - 1) * width)))
+
+
+def key_map(keys_ED: Array, counts_E: Array) -> tuple[pd.DataFrame, float, float]:
+    """Return a map of the unit keys by their first two principal components, and the share of variance shown.
+
+    Columns: expert, x, y, tokens, strength. The third value is the share for random keys, larger for fewer
+    keys.
+    """
+    import pandas as pd
+
+    n, width = keys_ED.shape
+    xy_E2, shown = two_components(unit(keys_ED))
+    generator = np.random.default_rng(0)
+    by_chance = [two_components(unit(generator.standard_normal((n, width))))[1] for _ in range(DRAWS)]
+    frame = pd.DataFrame({"expert": np.arange(n), "x": xy_E2[:, 0], "y": xy_E2[:, 1]})
+    counts, strength = np.asarray(counts_E, dtype=np.int64), np.linalg.norm(keys_ED, axis=1)
+    return frame.assign(tokens=counts, strength=strength), shown, float(np.mean(by_chance))
+
+
+def unit(keys_ED: Array) -> Array:
+    keys_ED = np.asarray(keys_ED, dtype=np.float64)
+    return np.asarray(keys_ED / np.linalg.norm(keys_ED, axis=1, keepdims=True))
+
+
+def two_components(points_ED: Array) -> tuple[Array, float]:
+    """Return coordinates on the first two principal axes and their share of variance.
+
+    The sign of each axis makes its largest entry positive.
+    """
+    left, singular, _ = np.linalg.svd(points_ED - points_ED.mean(0), full_matrices=False)
+    places = np.zeros((len(points_ED), 2))
+    places[:, : len(singular)] = (left * singular)[:, :2]
+    largest = places[np.abs(places).argmax(0), [0, 1]]
+    variance = singular**2
+    return places * np.where(largest < 0, -1, 1), float(variance[:2].sum() / max(variance.sum(), 1e-300))

@@ -4,10 +4,8 @@ Published text and code of SPECTRA disagree; this version gives every part an ef
 look at the whole batch, so selection is not causal in training; in evaluation it is per token.
 """
 
-from __future__ import annotations
-
 import math
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -17,18 +15,9 @@ from moescope.decoder.config import ModelConfig, Option
 from moescope.decoder.routers.capacity import capacity_of, within_capacity
 from moescope.decoder.routers.contract import Routed, Router, RouterInput
 from moescope.decoder.routers.topk import choice_counts
-from moescope.errors import BadInput, unknown_name
 from moescope.types import Diagnostic
 
-REPULSIONS = ("between", "published", "none")
-PENALTY_SIGNS = ("cost", "published")
-EVALUATIONS = ("potentials", "published")
-LEAST_ROUTER_DIM = 64
-EMPTY = -1e30  # not -inf: a token without any choice would get NaN
-NOT_NEGATIVE = (
-    *("repulsion_weight", "saturation_weight", "saturation_start"),
-    *("orthogonality_weight", "entropy_weight", "speciality_weight"),
-)
+Sums = dict[str, Tensor]
 
 # Names in the ablation table -> the options each sets.
 ABLATIONS: dict[str, dict[str, Option]] = {
@@ -40,26 +29,6 @@ ABLATIONS: dict[str, dict[str, Option]] = {
     "-SpecialityPenalty": {"speciality_weight": 0.0},
     "-All": {"plain": True},
 }
-
-
-class Scored(NamedTuple):
-    """Differentiable results."""
-
-    logits_TE: Tensor
-    scores_TE: Tensor
-    losses: dict[str, Tensor]
-    overlap: Tensor  # mean squared cosine of two experts' directions
-    sums: dict[str, Tensor]  # for the moving averages
-
-
-class Selected(NamedTuple):
-    """What is selected by scores, without gradients."""
-
-    chosen_TK: Tensor
-    selection_TE: Tensor
-    dropped_T: Tensor | None
-    errors: tuple[Tensor, Tensor] | None  # of columns, with and without Sinkhorn
-    sums: dict[str, Tensor]
 
 
 class Spectra(Router):
@@ -76,11 +45,52 @@ class Spectra(Router):
     potentials. Gates: softmax of the logits over the surviving choices (k = 1: over all experts), without
     potentials.
 
-    Options besides weights: `gru`, `expression`, `quota` (ablations); `repulsion` ("published": lambda |s|
-    sum_j G_ij^2/(n-1), one factor per expert, which changes almost no choice); `penalty_sign` ("published":
-    penalties enter the logit as if it were the cost, so repulsion attracts); `evaluation` ("published":
-    Sinkhorn over the evaluated batch, uniform for one token alone); `plain` (a linear softmax top-k router
-    without any balancing).
+    Its paper and code disagree; values called `published` do what the code did. The potentials balance
+    probabilities, not the counts of the k largest, and evaluation has neither Sinkhorn nor the quota: loads
+    are less even there than in training, and the held-out loss can be well above the training loss.
+
+    Parameters
+    ----------
+    router_dim
+        Width R of the state and of expressions; at least 64.
+    gru
+        The state goes through one GRU cell that all layers share; false: a linear map of x.
+    expression
+        One vector v per expert; false: one for all.
+    repulsion
+        `between` experts that want the same token; `published`: lambda |s| sum_j G_ij^2/(n-1), one factor per
+        expert, which changes almost no choice; `none`.
+    repulsion_weight
+        Lambda.
+    penalty_sign
+        `cost`; `published`: penalties enter the logit as if it were the cost, so repulsion attracts.
+    saturation_weight
+        Beta.
+    saturation_start
+        Tau.
+    epsilon
+        Eps, by which costs are divided.
+    iterations
+        Sinkhorn iterations in a training pass.
+    evaluation
+        `potentials`: token by token; `published`: Sinkhorn over the evaluated batch, uniform for one token
+        alone and not causal.
+    quota
+        In training an expert admits its best choices up to capacity.
+    capacity_factor
+        Capacity is ceil(factor N k / n).
+    direction_decay
+        Of the moving average of experts' directions.
+    potential_decay
+        Of the moving average of column potentials.
+    orthogonality_weight
+        Weight of the loss on the Gram matrix of directions.
+    entropy_weight
+        Weight of the routing entropy, which is minimised.
+    speciality_weight
+        Weight of the loss on each token's own Gram matrix of expressions.
+    plain
+        None of these parts: a linear softmax top-k router without balancing.
     """
 
     name: ClassVar[str] = "spectra"
@@ -118,6 +128,20 @@ class Spectra(Router):
         "speciality_weight": 0.01,
         "plain": False,
     }
+    BOUNDS: ClassVar[dict[str, tuple[str, ...]]] = {
+        "at least 64": ("router_dim",),
+        "more than 0": ("epsilon", "iterations", "capacity_factor"),
+        "at least 0 and below 1": ("direction_decay", "potential_decay"),
+        "0 or more": (
+            *("repulsion_weight", "saturation_weight", "saturation_start"),
+            *("orthogonality_weight", "entropy_weight", "speciality_weight"),
+        ),
+    }
+    CHOICES: ClassVar[dict[str, tuple[str, ...]]] = {
+        "repulsion": ("between", "published", "none"),
+        "penalty_sign": ("cost", "published"),
+        "evaluation": ("potentials", "published"),
+    }
     components: ClassVar[dict[str, str]] = {
         "gru": "depth_state",
         "expansion": "trajectories",
@@ -129,7 +153,7 @@ class Spectra(Router):
         "sinkhorn": "balanced",
         "top_k": "choose",
         "quota": "admit",
-        "gates": "gates",
+        "gates": "choice_gates",
         "losses": "losses",
     }
     direction_ER: Tensor
@@ -152,30 +176,13 @@ class Spectra(Router):
         self.register_buffer("potential_E", torch.zeros(n))
 
     @classmethod
-    def check_options(cls, options: dict[str, Any], config: ModelConfig) -> None:
-        for option, known in (
-            ("repulsion", REPULSIONS),
-            ("penalty_sign", PENALTY_SIGNS),
-            ("evaluation", EVALUATIONS),
-        ):
-            if options[option] not in known:
-                raise unknown_name(f"{option} of router spectra", options[option], list(known))
-        if options["router_dim"] < LEAST_ROUTER_DIM:
-            raise BadInput(
-                f"router spectra: router_dim must be at least {LEAST_ROUTER_DIM}, not {options['router_dim']}"
-            )
-        cls.check_range(options, ("epsilon", "iterations", "capacity_factor"), "more than 0")
-        cls.check_range(options, ("direction_decay", "potential_decay"), "at least 0 and below 1")
-        cls.check_range(options, NOT_NEGATIVE, "0 or more")
-
-    @classmethod
     def facts(cls, config: ModelConfig) -> dict[str, Any]:
         options = cls.checked_options(config)
-        plain, tensors = options["plain"], dict(cls.state_tensors)
+        plain, tensors = options["plain"], cls.state_tensors
         if not options["expression"]:  # one projection for all experts, which belongs to none of them
-            tensors |= dict.fromkeys(("express.weight", "express.bias"), "shared")
+            tensors = tensors | dict.fromkeys(("express.weight", "express.bias"), "shared")
         changed = {"has_rows": plain, "expects_low_entropy": not plain, "state_tensors": tensors}
-        return {**super().facts(config), **changed}
+        return super().facts(config) | changed
 
     @classmethod
     def shared_parts(cls, config: ModelConfig) -> nn.Module | None:
@@ -191,41 +198,60 @@ class Spectra(Router):
         x_TD, mask_T = inputs.x_TD, inputs.mask_T
         state_TR = self.depth_state(inputs)
         # two functions for torch.compile, not ten: each call costs the host more than the small kernels
-        scored = self.fused(Spectra.score)(self, x_TD, state_TR, mask_T, inputs.product_dtype)
-        logits_TE, scores_TE = scored.logits_TE, scored.scores_TE
-        selected = self.fused(Spectra.select)(self, logits_TE.detach(), scores_TE.detach(), mask_T)
-        for name, amount in (scored.sums | selected.sums).items():
+        logits_TE, scores_TE, losses, overlap, sums = self.fused(Spectra.score)(
+            self, x_TD, state_TR, mask_T, inputs.product_dtype
+        )
+        chosen_TK, selection_TE, dropped_T, errors, potentials = self.fused(Spectra.select)(
+            self, logits_TE.detach(), scores_TE.detach(), mask_T
+        )
+        for name, amount in (sums | potentials).items():
             self.accumulate(name, amount)
+        diagnostics = {"direction_overlap": Diagnostic(overlap, 1 / self.options["router_dim"], 1.0)}
+        if errors is not None:
+            diagnostics["column_error"] = Diagnostic(errors[0], errors[1], float(self.config.experts - 1))
         return Routed(
-            chosen_TK=selected.chosen_TK,
-            gates_TK=self.gates(logits_TE, selected.chosen_TK),
+            chosen_TK=chosen_TK,
+            gates_TK=self.choice_gates(logits_TE, chosen_TK),
             logits_TE=logits_TE,
             scores_TE=scores_TE,
-            selection_TE=selected.selection_TE,
-            losses=scored.losses,
-            dropped_T=selected.dropped_T,
+            selection_TE=selection_TE,
+            losses=losses,
+            dropped_T=dropped_T,
             carried_TR=state_TR if self.options["gru"] else None,
-            diagnostics=self.diagnostics(scored, selected),
+            diagnostics=diagnostics,
         )
 
-    def score(self, x_TD: Tensor, state_TR: Tensor, mask_T: Tensor, dtype: torch.dtype) -> Scored:
-        """Return logits and losses."""
-        h_TER = self.trajectories(state_TR, dtype)
+    def score(
+        self, x_TD: Tensor, state_TR: Tensor, mask_T: Tensor, dtype: torch.dtype
+    ) -> tuple[Tensor, Tensor, dict[str, Tensor], Tensor, Sums]:
+        """Return logits, scores and losses.
+
+        Then the overlap of directions, their mean squared cosine, 1/R for random ones, and sums for the
+        moving averages.
+        """
         v_TER = self.expressions(x_TD, dtype)
-        s_TE = self.similarity(h_TER, v_TER)
+        s_TE = self.similarity(self.trajectories(state_TR, dtype), v_TER)
         sums = {"directions": self.sum_expressions(x_TD, mask_T), "tokens": mask_T.sum()}
         gram_EE = self.gram(sums["directions"], sums["tokens"])
         logits_TE = self.adjust_logits(self.logits(s_TE, gram_EE))
         losses = self.losses(logits_TE, gram_EE, v_TER, mask_T) if self.training else {}
-        return Scored(logits_TE, logits_TE.softmax(-1), losses, self.overlap_of(gram_EE.detach()), sums)
+        n = self.config.experts
+        overlap = gram_EE.detach().square().fill_diagonal_(0).sum() / max(n * (n - 1), 1)
+        return logits_TE, logits_TE.softmax(-1), losses, overlap, sums
 
-    def select(self, logits_TE: Tensor, scores_TE: Tensor, mask_T: Tensor) -> Selected:
-        """Return the experts of each token, after the quota in training; without gradients."""
+    def select(
+        self, logits_TE: Tensor, scores_TE: Tensor, mask_T: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor | None, tuple[Tensor, Tensor] | None, Sums]:
+        """Return the experts of each token, after the quota in training; without gradients.
+
+        Then what selected them, the dropped slots, the error of columns with and without Sinkhorn, and sums
+        for the moving averages.
+        """
         errors, sums = None, {}
         if self.training or self.options["evaluation"] == "published":
-            selection_TE, plan = self.balanced(logits_TE, mask_T)
-            errors = plan.column_error, column_error(scores_TE, mask_T)
-            sums = {"potentials": plan.potential_E, "batches": torch.ones_like(plan.column_error)}
+            selection_TE, potential_E, error = self.balanced(logits_TE, mask_T)
+            errors = error, column_error(scores_TE, mask_T)
+            sums = {"potentials": potential_E, "batches": torch.ones_like(error)}
         else:
             selection_TE = logits_TE + self.potential_E
         selection_TE = self.adjust_selection(selection_TE)
@@ -235,21 +261,14 @@ class Spectra(Router):
             accepted_TK = self.admit(chosen_TK, selection_TE, mask_T)
             dropped_T = ((chosen_TK >= 0) & ~accepted_TK).sum(-1)
             chosen_TK = torch.where(accepted_TK, chosen_TK, -1)
-        return Selected(chosen_TK, selection_TE, dropped_T, errors, sums)
-
-    def diagnostics(self, scored: Scored, selected: Selected) -> dict[str, Diagnostic]:
-        """Overlap of directions, 1/R for random ones, and the column error, beside that without Sinkhorn."""
-        found = {"direction_overlap": Diagnostic(scored.overlap, 1 / self.options["router_dim"], 1.0)}
-        if selected.errors is not None:
-            found["column_error"] = Diagnostic(*selected.errors, float(self.config.experts - 1))
-        return found
+        return chosen_TK, selection_TE, dropped_T, errors, sums
 
     def plain(self, inputs: RouterInput) -> Routed:
         """Linear, softmax, top-k, and nothing that balances."""
         logits_TE = self.adjust_logits(self.linear(inputs.x_TD))
         selection_TE = self.adjust_selection(logits_TE.detach())
         chosen_TK = self.choose(selection_TE, inputs.mask_T)
-        gates_TK = self.gates(logits_TE, chosen_TK)
+        gates_TK = self.choice_gates(logits_TE, chosen_TK)
         return Routed(chosen_TK, gates_TK, logits_TE, logits_TE.softmax(-1), selection_TE)
 
     # --- components, in order of execution
@@ -260,8 +279,7 @@ class Spectra(Router):
         Without the GRU, a linear map of x.
         """
         if not self.options["gru"]:
-            state_TR: Tensor = self.state(inputs.x_TD)
-            return state_TR
+            return self.state(inputs.x_TD)
         cell = self.shared
         assert isinstance(cell, nn.GRUCell), "the model passes shared_parts to every layer's router"
         return cell(inputs.x_TD, inputs.carried_TR)  # a state of None is 0
@@ -306,11 +324,6 @@ class Spectra(Router):
         m_ER = functional.normalize(m_ER, dim=-1)
         return m_ER @ m_ER.T
 
-    def overlap_of(self, gram_EE: Tensor) -> Tensor:
-        """Return the mean squared cosine of two directions: 1 when all are equal."""
-        n = self.config.experts
-        return gram_EE.square().fill_diagonal_(0).sum() / max(n * (n - 1), 1)
-
     def logits(self, s_TE: Tensor, gram_EE: Tensor) -> Tensor:
         """-C/eps, [T, n]."""
         options = self.options
@@ -325,12 +338,16 @@ class Spectra(Router):
         sign = 1 if options["penalty_sign"] == "published" else -1
         return (s_TE + sign * penalty_TE) / options["epsilon"]
 
-    def balanced(self, logits_TE: Tensor, mask_T: Tensor) -> tuple[Tensor, Balanced]:
-        """Return Sinkhorn's log plan of this rank's tokens and the whole result, from averaged potentials."""
+    def balanced(self, logits_TE: Tensor, mask_T: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Return Sinkhorn's log plan of this rank's tokens, and potentials and column error of all tokens."""
         ranks = self.sharing
-        logits_TE, mask_T = ranks.gather_rows(logits_TE), ranks.gather_rows(mask_T)
-        plan = balance(logits_TE, mask_T, self.potential_E, self.options["iterations"])
-        return ranks.local_rows(plan.log_plan_TE), plan
+        log_plan_TE, potential_E, error = balance(
+            ranks.gather_rows(logits_TE),
+            ranks.gather_rows(mask_T),
+            self.potential_E,
+            self.options["iterations"],
+        )
+        return ranks.local_rows(log_plan_TE), potential_E, error
 
     def choose(self, selection_TE: Tensor, mask_T: Tensor) -> Tensor:
         """Return the k best experts of each real token, -1 for pads."""
@@ -349,15 +366,6 @@ class Spectra(Router):
         load_E = ranks.sum(choice_counts(chosen_TK.masked_fill(~accepted_TK, -1), n))
         torch._assert_async((load_E <= capacity).all(), "spectra: an expert got more tokens than its quota")
         return accepted_TK
-
-    def gates(self, logits_TE: Tensor, chosen_TK: Tensor) -> Tensor:
-        """Softmax of the logits over a token's choices, over all experts where k = 1; 0 in empty slots."""
-        picked_TK = logits_TE.gather(-1, chosen_TK.clamp(min=0))
-        if self.single:  # a softmax over one choice is 1 and has no gradient
-            gates_TK = (picked_TK - logits_TE.logsumexp(-1, keepdim=True)).exp()
-        else:
-            gates_TK = picked_TK.masked_fill(chosen_TK < 0, EMPTY).softmax(-1)
-        return torch.where(chosen_TK < 0, 0, gates_TK)
 
     def losses(self, logits_TE: Tensor, gram_EE: Tensor, v_TER: Tensor, mask_T: Tensor) -> dict[str, Tensor]:
         """Return the weighted losses; those of weight 0 are skipped.
@@ -406,16 +414,12 @@ def overlaps(v_TER: Tensor) -> Tensor:
 # --- Sinkhorn's iteration in the log domain
 
 
-class Balanced(NamedTuple):
-    """The result of Sinkhorn's iteration."""
+def balance(
+    logits_TE: Tensor, mask_T: Tensor, start_E: Tensor, iterations: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return log P, the columns' potentials g, mean zero, and the error of the columns, a scalar.
 
-    log_plan_TE: Tensor
-    potential_E: Tensor  # of the columns, mean zero
-    column_error: Tensor  # scalar
-
-
-def balance(logits_TE: Tensor, mask_T: Tensor, start_E: Tensor, iterations: int) -> Balanced:
-    """Return the plan P = exp(L + f + g) whose rows sum to 1 and columns to about N/n, over N real tokens.
+    P = exp(L + f + g) is the plan whose rows sum to 1 and columns to about N/n, over N real tokens.
 
     f_t = -log sum_i exp(L_ti + g_i);  g_i = log(N/n) - log sum_t exp(L_ti + f_t);  `iterations` times, then
     rows once more (Cuturi, Sinkhorn Distances, 2013). Rows are exact, columns are not: `column_error` =
@@ -431,7 +435,7 @@ def balance(logits_TE: Tensor, mask_T: Tensor, start_E: Tensor, iterations: int)
         potential_E = torch.where(columns_E.isfinite(), even.log() - columns_E, start_E)
     potential_E = potential_E - potential_E.mean()  # the rows cancel a constant
     log_plan_TE = (logits_TE + potential_E).log_softmax(-1)
-    return Balanced(log_plan_TE, potential_E, column_error(log_plan_TE.exp(), mask_T))
+    return log_plan_TE, potential_E, column_error(log_plan_TE.exp(), mask_T)
 
 
 def column_error(plan_TE: Tensor, mask_T: Tensor) -> Tensor:

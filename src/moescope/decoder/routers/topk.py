@@ -1,20 +1,15 @@
 """Softmax over a linear map, the k largest: Switch (k = 1), Mixtral (k = 2) and any k between."""
 
-from __future__ import annotations
-
 from typing import Any, ClassVar
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional
 
 from moescope.decoder.config import ModelConfig, Option
 from moescope.decoder.ranks import ALONE, Ranks
 from moescope.decoder.routers.capacity import capacity_of, within_capacity
 from moescope.decoder.routers.contract import Routed, Router, RouterInput
-from moescope.errors import unknown_name
-
-READS = ("hidden", "embedding")
 
 
 def choice_counts(chosen_TK: Tensor, n_experts: int) -> Tensor:
@@ -26,8 +21,7 @@ def choice_counts(chosen_TK: Tensor, n_experts: int) -> Tensor:
 
 def masked_mean(values_T: Tensor, mask_T: Tensor, ranks: Ranks = ALONE) -> Tensor:
     """Return the mean over real tokens (dim 0), or this rank's part of it; 0 without real tokens."""
-    weights_T = mask_T.to(values_T.dtype)
-    weighted = values_T * weights_T.view(-1, *[1] * (values_T.dim() - 1))
+    weighted = values_T * mask_T.to(values_T.dtype).view(-1, *[1] * (values_T.dim() - 1))
     return weighted.sum(0) / ranks.tokens_per_rank(mask_T)
 
 
@@ -54,31 +48,36 @@ class TopK(Router):
     """The k most probable experts; gates are their probabilities divided by their sum (k > 1).
 
     At k = 1 the gate is the probability itself: divided by itself it would be the constant 1, and the
-    language-model loss would have no gradient into the router. With `capacity_factor` > 0 each expert
-    accepts its ceil(factor N k / n) most probable tokens in training; the rest is dropped and counted. That
-    looks at the whole batch, so it is not causal in training. With `reads` = "embedding" logits are made from
-    the token's embedding instead of the hidden state: a control that sees what `hash` sees.
+    language-model loss would have no gradient into the router.
+
+    Parameters
+    ----------
+    balance
+        Weight of the Switch loss, which is 1 when balanced and n at collapse.
+    z
+        Weight of the z-loss.
+    capacity_factor
+        In training each expert accepts its ceil(factor N k / n) most probable tokens; the rest is dropped and
+        counted. That looks at the whole batch, so it is not causal in training. 0: no capacity.
+    renormalise
+        Divide gates by their sum; at `top_k` 1 they are the probabilities anyway.
+    reads
+        What logits are made from: `hidden`, the hidden state, or `embedding`, that of the token: a control
+        that sees what `hash` sees, saved in the lab's own layout.
     """
 
     name = "topk"
+    trains_rows = True
     plain_top_k = True
     OPTIONS: ClassVar[dict[str, Option]] = {
-        "balance": 0.01,  # weight of the Switch loss
-        "z": 1e-3,  # weight of the z-loss
-        "capacity_factor": 0.0,  # 0: no capacity
-        "renormalise": True,  # False: gates are the probabilities, as always at k = 1
-        "reads": "hidden",  # or "embedding"
+        "balance": 0.01,
+        "z": 1e-3,
+        "capacity_factor": 0.0,
+        "renormalise": True,
+        "reads": "hidden",
     }
-
-    def __init__(self, config: ModelConfig, layer: int, shared: nn.Module | None = None):
-        super().__init__(config, layer, shared)
-        self.weight = nn.Parameter(torch.empty(config.experts, config.d_model).normal_(std=0.02))
-
-    @classmethod
-    def check_options(cls, options: dict[str, Any], config: ModelConfig) -> None:
-        cls.check_range(options, ("balance", "z", "capacity_factor"), "0 or more")
-        if options["reads"] not in READS:
-            raise unknown_name(f"router {cls.name}: reads", options["reads"], list(READS))
+    BOUNDS: ClassVar[dict[str, tuple[str, ...]]] = {"0 or more": ("balance", "z", "capacity_factor")}
+    CHOICES: ClassVar[dict[str, tuple[str, ...]]] = {"reads": ("hidden", "embedding")}
 
     @classmethod
     def reads_context(cls, config: ModelConfig) -> bool:
@@ -98,23 +97,23 @@ class TopK(Router):
 
     def forward(self, inputs: RouterInput) -> Routed:
         config, options, ranks = self.config, self.options, self.sharing
-        real_T1 = inputs.mask_T[:, None]
         x_TD = inputs.x_TD if options["reads"] == "hidden" else self.context_of(inputs).embedded_TD
         logits_TE = self.adjust_logits(functional.linear(x_TD, self.weight))
         scores_TE = logits_TE.softmax(-1)
         gates_TK, chosen_TK = scores_TE.topk(config.top_k, dim=-1)
         if not self.single and options["renormalise"]:
             gates_TK = gates_TK / gates_TK.sum(-1, keepdim=True)
-        chosen_TK = chosen_TK.masked_fill(~real_T1, -1)
+        chosen_TK = chosen_TK.masked_fill(~inputs.mask_T[:, None], -1)
         losses = {}
-        if self.training and options["balance"]:
-            losses["balance"] = options["balance"] * switch_loss(scores_TE, chosen_TK, inputs.mask_T, ranks)
-        if self.training and options["z"]:
-            losses["z"] = options["z"] * z_loss(logits_TE, inputs.mask_T, ranks)
+        if self.training and (weight := options["balance"]):
+            losses["balance"] = weight * switch_loss(scores_TE, chosen_TK, inputs.mask_T, ranks)
+        if self.training and (weight := options["z"]):
+            losses["z"] = weight * z_loss(logits_TE, inputs.mask_T, ranks)
         dropped_T = None
         if self.training and options["capacity_factor"]:
-            factor = options["capacity_factor"]
-            capacity = capacity_of(inputs.mask_T, factor, config.top_k, config.experts, ranks)
+            capacity = capacity_of(
+                inputs.mask_T, options["capacity_factor"], config.top_k, config.experts, ranks
+            )
             priority_TK = scores_TE.gather(1, chosen_TK.clamp(min=0))
             accepted_TK = within_capacity(chosen_TK, priority_TK, capacity, ranks)
             dropped_T = ((chosen_TK >= 0) & ~accepted_TK).sum(-1)

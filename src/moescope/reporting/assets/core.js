@@ -80,6 +80,12 @@ M.number = (value, digits = 3) => {
   return words.replace("-", "−");
 };
 
+// one of several values, as a select
+M.choice = (values, chosen, choose) => {
+  return M.make("select", { "aria-label": "quantity", onchange: (event) => choose(Number(event.target.value)) },
+    ...values.map((value, at) => M.make("option", { value: at, selected: at === chosen }, value)));
+};
+
 // ---- theme
 (() => {
   const root = document.documentElement;
@@ -106,8 +112,9 @@ M.number = (value, digits = 3) => {
 // ---- colours: a scale is a list of [place from 0 to 1, "#rrggbb" or "rgb(r, g, b)"]
 (() => {
   const parse = (color) => (color[0] === "#" ? [1, 3, 5].map((at) => parseInt(color.slice(at, at + 2), 16)) : color.match(/[\d.]+/g).slice(0, 3).map(Number));
-  // a diverging scale by theme: its middle is the page's background, its ends stand out from it
-  M.DIVERGING = { light: ["#2166ac", "#92c5de", "#f7f7f7", "#f4a582", "#b2182b"], dark: ["#6aaee8", "#2d5f8f", "#2b3138", "#96503a", "#f08c6c"] };
+  // the colours of scales by theme: what chance leaves is nearly the page's background, the ends stand out from it
+  M.SCALE = { light: ["#2166ac", "#92c5de", "#f3f4f6", "#f4a582", "#b2182b", "#0b2f5b"], dark: ["#6aaee8", "#2d5f8f", "#20252b", "#96503a", "#f08c6c", "#9cc4f0"] };
+  M.diverging = () => M.SCALE[M.theme.dark() ? "dark" : "light"].slice(0, 5);
   // The end of a scale of differences: the largest, and at least 3 standard deviations of the noise, which then looks pale.
   M.anchored = (differences, noises, unit = "") => {
     const sizes = differences.filter(Number.isFinite).map(Math.abs);

@@ -29,9 +29,10 @@ M.figures = (() => {
     }
     return flat;
   }
-  // Diverging scales are pale in the middle on white, dark on black.
+  // Scales are pale at chance on white, dark on black; rings are in the colour of text.
   function themedTraces(data, to) {
-    const [wanted, other] = to === "dark" ? [M.DIVERGING.dark, M.DIVERGING.light] : [M.DIVERGING.light, M.DIVERGING.dark];
+    const [wanted, other] = to === "dark" ? [M.SCALE.dark, M.SCALE.light] : [M.SCALE.light, M.SCALE.dark];
+    for (const { marker } of data) if (marker?.symbol === "circle-open" && marker.line) marker.color = to === "dark" ? "#f2f4f6" : "#111111";
     for (const trace of data) for (const holder of [trace, trace.marker]) {
       const stops = Array.isArray(holder?.colorscale) ? holder.colorscale : [];
       const places = stops.map(([, color]) => other.indexOf(color.toLowerCase()));
@@ -166,7 +167,7 @@ M.figures = (() => {
       Array.from(full.z).forEach((row, i) => Array.from(row).forEach((z, j) => {
         if (!Number.isFinite(z)) return;
         const color = M.inkOn(M.blend(data[index].colorscale ?? full.colorscale, (z - full.zmin) / (full.zmax - full.zmin || 1)));
-        notes.push({ x: place(full.x, j), y: place(full.y, i), text: z.toFixed(2), showarrow: false, font: { size: full.textfont.size, color } });
+        notes.push({ x: place(full.x, j), y: place(full.y, i), text: Number(full.text?.[i]?.[j] ?? z).toFixed(2), showarrow: false, font: { size: full.textfont.size, color } });
       }));
     });
     return notes;
@@ -238,7 +239,7 @@ M.figures = (() => {
   // A slider over layers is the page's selected layer, else the first value; others are the figure's own.
   const layerPlace = (values) => Math.max(0, values.indexOf(String(M.state.get().layer)));
   function slider(figure, div, caption) {
-    const { label, values, start, orders, captions, domain_captions: ofDomain } = figure.slider;
+    const { label, values, start, orders, captions, layouts, domain_captions: ofDomain } = figure.slider;
     let position = start;
     const output = make("output", {});
     const range = make("input", { type: "range", min: 0, max: values.length - 1, value: start, step: 1, "aria-label": label });
@@ -251,12 +252,24 @@ M.figures = (() => {
       output.textContent = values[position];
       if (captions.length) caption.textContent = (ofDomain?.[M.selected.domain()] ?? captions)[position];
     }
+    // the axes of a page: what it does not say is plotly's default again
+    const AXIS = { type: "-", "title.text": "", tickvals: null, ticktext: null, tickmode: "auto", rangemode: "normal", categoryorder: "trace", categoryarray: null };
+    function axes() {
+      const own = layouts[position];
+      if (!own) return {};
+      return Object.fromEntries(["xaxis", "yaxis"].flatMap((axis) => {
+        const value = (path) => path.split(".").reduce((at, key) => at?.[key], own[axis]);
+        const { range, autorange } = own[axis] ?? {};
+        return [...Object.entries(AXIS).map(([path, usual]) => [`${axis}.${path}`, path === "tickmode" && value("tickvals") ? "array" : (value(path) ?? usual)]),
+          [`${axis}.range`, range ? [...range] : null], [`${axis}.autorange`, range ? false : (autorange ?? true)]];
+      }));
+    }
     say();
     function move(to) {
       position = to;
       range.value = to;
       say();
-      if (div.classList.contains("drawn")) window.Plotly.update(div, { visible: visibleTraces(figure, to) }, orders.length ? order() : {});
+      if (div.classList.contains("drawn")) window.Plotly.update(div, { visible: visibleTraces(figure, to) }, { ...axes(), ...(orders.length ? order() : {}) });
     }
     if (label === "layer") {
       div.slide = () => { if (layerPlace(values) !== position) move(layerPlace(values)); else say(); };
@@ -265,7 +278,8 @@ M.figures = (() => {
     } else range.addEventListener("input", () => move(Number(range.value)));
     similar.addEventListener("change", () => window.Plotly.relayout(div, order()));
     const controls = make("div", { class: "controls" });
-    if (values.length > 1) controls.append(make("label", {}, label, range, output));
+    if (label === "quantity") controls.append(M.choice(values, position, move));
+    else if (values.length > 1) controls.append(make("label", {}, label, range, output));
     if (orders.length) controls.append(make("label", {}, similar, "order by similarity"));
     return controls;
   }

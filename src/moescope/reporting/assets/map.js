@@ -48,7 +48,7 @@ M.map = (() => {
     const values = measure.value.flat().filter((cell) => cell !== null);
     const [low, high] = measure.limits ?? [Math.min(...values), Math.max(...values)];
     const f = measure.logarithmic ? (x) => Math.log2(Math.max(x, 1e-9)) : (x) => x;
-    const stops = measure.middle === null ? SEQUENTIAL : M.theme.dark() ? M.DIVERGING.dark : M.DIVERGING.light;
+    const stops = measure.middle === null ? SEQUENTIAL : M.diverging();
     const scale = stops.map((color, i) => [i / (stops.length - 1), color]);
     return { low, high, stops, color: (value) => `rgb(${M.blend(scale, (f(value) - f(low)) / (f(high) - f(low) || 1))})` };
   }

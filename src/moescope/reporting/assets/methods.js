@@ -7,8 +7,8 @@
     return terms;
   };
   M.definition = (entry, table) => {
-    const marks = ["worst", "chance", "best"].filter((mark) => entry[mark]).map((mark) => `${mark} ${entry[mark]}`).join(" · ");
-    return make("div", { class: "term", id: "term-" + entry.key }, make("strong", {}, entry.title || entry.name.replaceAll("_", " ")),
+    const marks = ["worst", "chance", "best"].filter((mark) => entry["at_" + mark]).map((mark) => `${mark} ${entry["at_" + mark]}`).join(" · ");
+    return make("div", { class: "term", id: "term-" + entry.key }, make("strong", {}, entry.label || entry.name.replaceAll("_", " ")),
       make("code", {}, entry.name + (table ? `, table ${table}` : "")), make("p", {}, ...M.prose(entry.meaning)), entry.formula ? make("p", { class: "formula" }, entry.formula) : null,
       marks ? make("p", { class: "marks" }, marks) : null, entry.misleads ? make("p", { class: "misleads" }, ...M.prose("Caution: " + entry.misleads)) : null);
   };
@@ -17,12 +17,12 @@
     const sections = await M.payload(M.data.glossary);
     const search = make("input", { type: "search", placeholder: "Search the glossary", "aria-label": "Search the glossary" });
     const all = sections.flatMap((section) => section.entries.map((entry) => ({ ...entry, table: section.table })));
-    all.sort((a, b) => (a.title || a.name).localeCompare(b.title || b.name));
+    all.sort((a, b) => (a.label || a.name).localeCompare(b.label || b.name));
     const names = all.map((entry) => entry.name); // a name in several tables is told apart by its table
     const items = all.map((entry) => [entry, M.definition(entry, names.indexOf(entry.name) < names.lastIndexOf(entry.name) ? entry.table : null)]);
     search.addEventListener("input", () => {
       const wanted = search.value.trim().toLowerCase();
-      for (const [entry, item] of items) item.hidden = wanted !== "" && !`${entry.name} ${entry.title} ${entry.meaning}`.toLowerCase().includes(wanted);
+      for (const [entry, item] of items) item.hidden = wanted !== "" && !`${entry.name} ${entry.label} ${entry.meaning}`.toLowerCase().includes(wanted);
     });
     return make("section", { class: "section" }, make("h2", {}, "Glossary"), search, make("div", { class: "glossary" }, ...items.map(([, item]) => item)));
   }

@@ -29,7 +29,7 @@
     return found;
   }
   async function terms(wanted) {
-    const entries = [...(await M.glossary()).values()].map((entry) => [entry.title || entry.name.replaceAll("_", " "), entry.key]);
+    const entries = [...(await M.glossary()).values()].map((entry) => [entry.label || entry.name.replaceAll("_", " "), entry.key]);
     return entries.filter(([name]) => name.toLowerCase().includes(wanted)).map(([name, term]) => [`Glossary: ${name}`, { tab: "methods", term, expert: null }]);
   }
   async function tokens(wanted, most) {

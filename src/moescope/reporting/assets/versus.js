@@ -1,7 +1,7 @@
 // Two runs in one figure: lines of the second are dotted beside those of the first, maps show the difference.
 // What cannot show both says whose it is.
 M.versus = (() => {
-  const DIVERGING = [[0, "#2166AC"], [0.25, "#92C5DE"], [0.5, "#F7F7F7"], [0.75, "#F4A582"], [1, "#B2182B"]];
+  const DIVERGING = [[0, "#2166ac"], [0.25, "#92c5de"], [0.5, "#f3f4f6"], [0.75, "#f4a582"], [1, "#b2182b"]];
   const MOST_LINES = 12;
   const name = (key) => M.data.roots[M.selected.root(key)];
 
@@ -24,12 +24,16 @@ M.versus = (() => {
     const same = all.filter((item) => item.run === run && item.id === section.id && item.layer === section.layer);
     const found = same.find((item) => item.view === section.view) ?? same.at(-1);
     if (!found) return null;
+    const like = (figures) => { // panels of a layer share a name
+      const named = figures.filter((item) => item.name === entry.name);
+      return named.find((item) => item.title === entry.title) ?? named[0];
+    };
     if (!found.payload) {
-      const figure = found.figures.find((item) => item.name === entry.name);
+      const figure = like(found.figures);
       return figure ? M.payload(figure.payload) : null;
     }
     const content = await M.payload(found.payload);
-    return [content, ...content.sections].flatMap((item) => item.figures).find((item) => item.name === entry.name) ?? null;
+    return like([content, ...content.sections].flatMap((item) => item.figures)) ?? null;
   }
 
   const numbers = (values) => (values?.bdata === undefined ? Array.from(values ?? [], (row) => (Array.isArray(row) ? row : Number(row))) : decode(values));
@@ -42,9 +46,17 @@ M.versus = (() => {
   }
 
   function difference(mine, other) {
-    const [a, b] = [numbers(mine.z), numbers(other.z)];
+    // values beside what a cell is coloured by; doublings are subtracted as such
+    const [a, b] = [mine, other].map((trace) => numbers((trace.meta?.doublings ? null : trace.customdata) ?? trace.z));
     if (a.length !== b.length || a[0]?.length !== b[0]?.length) return null;
     const units = [mine.meta?.unit ?? 1, other.meta?.unit ?? 1];
+    const { ratio: times } = mine.meta ?? {};
+    if (times) {
+      const folds = a.map((row, i) => row.map((cell, j) => (cell > 0 && b[i][j] > 0 ? Math.log2(cell / b[i][j]) : null)));
+      const end = Math.max(1, ...folds.flat().map((fold) => Math.abs(fold ?? 0)));
+      const ticks = { ...mine.colorbar, tickvals: [-end, 0, end], ticktext: [M.number(2 ** -end), "1", M.number(2 ** end)] };
+      return ratio({ ...mine, zmin: -end, zmax: end, colorscale: DIVERGING, colorbar: ticks }, folds, ticks.title?.text ?? "value", "as a ratio");
+    }
     const z = a.map((row, i) => row.map((cell, j) => (cell === null || b[i][j] === null ? null : cell * units[0] - b[i][j] * units[1])));
     const label = mine.colorbar?.title?.text ?? "value";
     if (mine.meta?.doublings) return ratio(mine, z, label);
@@ -54,7 +66,7 @@ M.versus = (() => {
       hovertemplate: "%{x}, %{y}: difference %{z:.3g}<extra></extra>" };
   }
   // Maps of ratios hold doublings: their difference is a ratio again, on the same ticks.
-  const ratio = (mine, z, label) => ({ ...mine, z, text: undefined, texttemplate: undefined, words: "as a ratio, on the scale of one run",
+  const ratio = (mine, z, label, words = "as a ratio, on the scale of one run") => ({ ...mine, z, text: undefined, texttemplate: undefined, words,
     customdata: z.map((row) => row.map((cell) => (cell === null ? "–" : M.number(2 ** cell)))),
     colorbar: { ...mine.colorbar, title: { ...mine.colorbar?.title, text: `ratio of ${label}` } },
     hovertemplate: "%{x}, %{y}: ratio %{customdata}<extra></extra>" });
@@ -71,18 +83,19 @@ M.versus = (() => {
   // The figure with the other run in it; alone where the two cannot share one.
   function together(figure, other, section) {
     if (!other) return against(section) === null ? figure : alone(figure);
-    const maps = figure.data.some((trace) => trace.type === "heatmap");
-    if (maps) {
-      if (other.data.length !== figure.data.length) return alone(figure);
-      const data = figure.data.map((trace, index) => (trace.type === "heatmap" && other.data[index].type === "heatmap" ? difference(trace, other.data[index]) : trace));
+    if (figure.data.some((trace) => trace.type === "heatmap")) {
+      const maps = (all) => (figure.slider ? all : all.filter((trace) => trace.type === "heatmap")); // rings are of one run
+      const [own, its] = [maps(figure.data), maps(other.data)];
+      if (its.length !== own.length) return alone(figure);
+      const data = own.map((trace, index) => (trace.type === "heatmap" && its[index].type === "heatmap" ? difference(trace, its[index]) : trace));
       if (data.some((trace) => trace === null)) return alone(figure);
       const words = data.find((trace) => trace.words)?.words;
       for (const trace of data) delete trace.words;
-      const over = figure.data.some((trace) => trace.meta?.doublings) ? "divided by" : "minus";
+      const over = figure.data.some((trace) => trace.meta?.doublings || trace.meta?.ratio) ? "divided by" : "minus";
       const caption = `${name("run")} ${over} ${name("vs")}; ${words}.`;
       return { ...figure, data, caption, slider: figure.slider && { ...figure.slider, captions: figure.slider.values.map(() => caption), domain_captions: {} } };
     }
-    if (figure.slider) return alone(figure);
+    if (figure.slider) return paged(figure, other, section);
     const known = new Set(figure.data.map((trace) => trace.name));
     const reference = (trace) => trace.meta?.reference || [trace.line?.color, trace.marker?.color].includes("#8A9099");
     const added = other.data.filter((trace) => ["scatter", "bar"].includes(trace.type) && !(reference(trace) && known.has(trace.name)))
@@ -94,6 +107,18 @@ M.versus = (() => {
     const layout = yaxis?.type === "log" && yaxis.tickvals ? { ...figure.layout, yaxis: logTicks(yaxis, data.flatMap((trace) => numbers(trace.y))) } : figure.layout;
     const how = added.some((trace) => trace.type === "bar") ? "hatched" : "dotted";
     return { ...figure, data, layout, caption: `${name("run")}: ${figure.caption}\n${name("vs")} (${how}): ${other.caption}` };
+  }
+  // Page by page, where both have the same pages.
+  function paged(figure, other, section) {
+    const [mine, its] = [figure.slider, other.slider];
+    if (!its || mine.layouts.length === 0 || mine.values.join() !== its.values.join()) return alone(figure);
+    const page = (of, at) => ({ ...of, slider: null, caption: of.slider.captions[at], layout: of.slider.layouts[at], data: of.data.slice(at * of.slider.per, (at + 1) * of.slider.per) });
+    const pages = mine.values.map((_, at) => together(page(figure, at), page(other, at), section));
+    const per = Math.max(...pages.map(({ data }) => data.length));
+    const blank = { type: "scatter", x: [null], y: [null], showlegend: false, hoverinfo: "skip" };
+    const data = pages.flatMap((one) => [...one.data, ...Array(per - one.data.length).fill(blank)].map((trace) => ({ ...trace })));
+    const slider = { ...mine, per, captions: pages.map(({ caption }) => caption), layouts: pages.map(({ layout }) => layout), domain_captions: {} };
+    return { ...figure, data, slider, layout: structuredClone(pages[mine.start].layout), caption: pages[mine.start].caption };
   }
   return { counterpart, together, whose };
 })();
