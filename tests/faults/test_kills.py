@@ -18,7 +18,9 @@ import pytest
 from faults.forked import call
 from moescope.run import Run
 
-MEASURED = ["seconds", "step_seconds", "tokens_per_second", "peak_memory_bytes"]  # differ from run to run
+MEASURED = [  # differ from run to run
+    *("seconds", "step_seconds", "tokens_per_second", "relative_speed", "peak_memory_bytes", "peak_memory_gb")
+]
 VERBS = ("scan", "compare", "trace", "compress", "intervene", "train", "study", "monitor", "continued")
 WATCHED = {"study": "trainings/top2-seed-3"}  # the run inside, whose joining is recorded
 OTHERS = 6  # kills per verb outside the joining
