@@ -277,7 +277,7 @@ class RunWriter:
             pq.ParquetWriter(partial, arrow_schema(self.verb.tables[name]), compression="zstd") as writer,
         ):
             for file in task_files(self.path, name):
-                part = pq.ParquetFile(file)
+                part = pq.ParquetFile(file.absolute())
                 for group in range(part.num_row_groups):
                     rows = part.read_row_group(group)
                     check_disk(self.path, rows.nbytes)
@@ -306,7 +306,7 @@ class RunWriter:
         if changes.get("status") == "done":
             import pyarrow.parquet as pq
 
-            files = {name: self.path / f"{name}.parquet" for name in self.verb.tables}
+            files = {name: self.path.absolute() / f"{name}.parquet" for name in self.verb.tables}
             rows = {name: pq.read_metadata(file).num_rows for name, file in files.items() if file.exists()}
             self.info["rows"] = rows
         self.info["timings"] = {stage: round(seconds, 4) for stage, seconds in self.timings.items()}

@@ -97,8 +97,8 @@ def is_leftover(path: Path) -> bool:
 
 
 def leftover_name(folder: Path) -> Path:
-    """Return a random name for what is being written in the folder."""
-    return folder / f".moescope-{secrets.token_hex(8)}.tmp"
+    """Return a random name for what is being written in the folder; absolute, as "s3:x" looks like a URL."""
+    return folder.absolute() / f".moescope-{secrets.token_hex(8)}.tmp"
 
 
 def remove_leftovers(folder: Path) -> None:

@@ -5,6 +5,7 @@ Each subject defines its tables in its own `tables.py`; the columns that several
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from dataclasses import KW_ONLY, dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal
@@ -208,7 +209,7 @@ def read_parquet(path: str, table: Table | None = None) -> pd.DataFrame:
 
     again = "run its command again with --overwrite"
     try:
-        arrow = pq.read_table(path)
+        arrow = pq.read_table(os.path.abspath(path))  # "s3:x" looks like a URL
         written = (arrow.schema.metadata or {}).get(b"moescope.schema_version", b"none").decode()
         if written != str(SCHEMA_VERSION):
             raise BadInput(

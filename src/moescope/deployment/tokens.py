@@ -152,7 +152,7 @@ class TokenReader:
             raise BadInput(f"{run.path}: holds no tokens table; give {remedy}")
         self.run, self.path = run, run.files("tokens")[0]
         with self.named_errors():
-            self.table = pq.ParquetFile(self.path)
+            self.table = pq.ParquetFile(self.path.absolute())
             if wrong := wrong_column(self.table.schema_arrow, run.verb.tables["tokens"]):
                 raise ValueError(f"column {wrong}")
             kinds = set()

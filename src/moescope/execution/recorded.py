@@ -648,7 +648,7 @@ def open_batches(file: Path) -> Any:
         unknown = f"{file}: neither a .csv nor a parquet file; give another --format"
         with file.open("rb") as start:
             reject_if(start.read(4) != b"PAR1", unknown)
-        opened = parquet.ParquetFile(file)
+        opened = parquet.ParquetFile(file.absolute())
         heads = opened.schema_arrow.names
     wanted = [name for name in heads if name in COLUMNS]
     reject_if(
@@ -659,7 +659,8 @@ def open_batches(file: Path) -> Any:
         kinds = {"int": pa.int64(), "float": pa.float64(), "text": pa.string()}
         types = {name: kinds[kind] for name, kind in COLUMNS.items()}
         options = csv.ConvertOptions(column_types=types, include_columns=wanted)
-        return csv.open_csv(file, csv.ReadOptions(skip_rows=len(comments)), convert_options=options)
+        start = csv.ReadOptions(skip_rows=len(comments))
+        return csv.open_csv(file.absolute(), start, convert_options=options)
     schema = pa.schema([opened.schema_arrow.field(name) for name in wanted])
     return pa.RecordBatchReader.from_batches(schema, opened.iter_batches(columns=wanted))
 

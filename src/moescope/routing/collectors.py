@@ -440,7 +440,9 @@ class TokenTable:
             import pyarrow.parquet as pq
 
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            self.writer = pq.ParquetWriter(self.path, arrow_schema(TABLES["tokens"]), compression="zstd")
+            self.writer = pq.ParquetWriter(
+                self.path.absolute(), arrow_schema(TABLES["tokens"]), compression="zstd"
+            )
         return self
 
     def __exit__(
@@ -472,7 +474,7 @@ class TokenTable:
         """Append the rows of another such table."""
         import pyarrow.parquet as pq
 
-        part = pq.ParquetFile(file)
+        part = pq.ParquetFile(file.absolute())
         for group in range(part.num_row_groups):
             self.write(part.read_row_group(group))
 

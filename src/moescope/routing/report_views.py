@@ -280,7 +280,7 @@ def read_excerpt(view: View) -> Excerpt | None:
         ("document", "in", wanted),
         ("position", "<", min(TOKENS_EACH, most)),
     ]
-    path = view.run.path / "tokens.parquet"
+    path = (view.run.path / "tokens.parquet").absolute()
     try:
         frame = pq.read_table(path, columns=COLUMNS, filters=filters).to_pandas()
         every = [*filters[:2], ("phase", "=", view.phase)]
