@@ -9,7 +9,7 @@ WORKERS ?= 2
 TEST = OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile
 SOURCES = pyproject.toml constraints.txt
 
-.PHONY: study-smoke studies-report studies-test dist docs docs-pictures demo demo-model test test-slow fuzz check equal \
+.PHONY: study-smoke studies-report studies-test dist docs docs-pictures demo demo-model test test-slow test-gpu fuzz check equal \
 	bench bench-growth bench-memory bench-gpu bench-report bench-peer bench-commands bench-deploy bench-trace \
 	bench-monitor bench-intervene bench-streamed bench-lab clean
 
@@ -26,6 +26,12 @@ test: .venv/everything check
 
 test-slow: .venv/everything
 	$(TEST) -m slow
+
+# What needs a CUDA device; every other run leaves it out. Installs nothing: PYTHON needs torch, transformers, pandas,
+# pyarrow, scipy, safetensors, typer, rich, filelock and pytest. Its versions may warn, so warnings are no errors here.
+GPU_TESTS = $(shell grep -rl "pytest.mark.gpu" tests --include "test_*.py")
+test-gpu:
+	PYTHONPATH=src:tests OMP_NUM_THREADS=1 $(PYTHON) -m pytest -o addopts= --import-mode=importlib -W default -m gpu $(GPU_TESTS)
 
 # Damaged and hostile input of every kind: `make fuzz SEED=1 N=50000`, about 15 cases per second.
 SEED ?= 0

@@ -12,17 +12,20 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
-from hypothesis import settings
 
 from moescope.processor import avoid_broken_amx
 
-# The same examples in every run: a rare one must not decide whether an unrelated change passes.
-settings.register_profile("moescope", derandomize=True, database=None)
-settings.load_profile("moescope")
+with suppress(ImportError):  # `make test-gpu` runs where it is not installed
+    from hypothesis import settings
+
+    # The same examples in every run: a rare one must not decide whether an unrelated change passes.
+    settings.register_profile("moescope", derandomize=True, database=None)
+    settings.load_profile("moescope")
 
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     # Started in the background of a shell, this process ignores it, and so would every process that a test
@@ -39,6 +42,15 @@ avoid_broken_amx("cpu", half_precision=True)
 # Subprocesses test this source tree, not one that happens to be installed.
 SOURCE = str(Path(__file__).parents[1] / "src")
 os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [SOURCE, os.environ.get("PYTHONPATH")]))
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Deselect what needs a CUDA device, unless `-m` asks for it."""
+    if "gpu" in config.option.markexpr:
+        return
+    needs_gpu = [item for item in items if item.get_closest_marker("gpu")]
+    config.hook.pytest_deselected(items=needs_gpu)
+    items[:] = [item for item in items if not item.get_closest_marker("gpu")]
 
 
 def pytest_collection_finish() -> None:

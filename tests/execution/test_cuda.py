@@ -1,10 +1,9 @@
-"""Streamed runs on a GPU; skipped where there is none."""
+"""Streamed runs on a GPU."""
 
 from __future__ import annotations
 
 import numpy as np
 import pytest
-import torch
 
 from moescope.execution.documents import Document
 from moescope.execution.models import load_model
@@ -12,7 +11,7 @@ from moescope.execution.streamed import load_streamed
 from moescope.routing.collectors import trace_model
 from routing.tiny_text import save_model
 
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+pytestmark = pytest.mark.gpu
 
 
 KINDS = [

@@ -1,4 +1,4 @@
-"""The same numbers from a GPU. Skipped, and said, where there is none."""
+"""The same numbers from a GPU."""
 
 from __future__ import annotations
 
@@ -15,9 +15,7 @@ from moescope.geometry.matching import match_neurons
 from moescope.geometry.pairs import layer_geometry
 from spectral.builders import STORED_BITS, stored_low_rank
 
-pytestmark = pytest.mark.skipif(
-    not torch.cuda.is_available(), reason="NO CUDA DEVICE: geometry on a GPU was not tested"
-)
+pytestmark = pytest.mark.gpu
 
 
 @pytest.mark.parametrize("shape", [(768, 2048), (2048, 768), (512, 512)])

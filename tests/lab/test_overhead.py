@@ -110,7 +110,7 @@ def test_experts_may_run_in_another_type():
     assert list(found["component"]) == ["routing", "experts"]
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.gpu
 def test_events_time_a_gpu():
     found = overhead(
         {"spectra": config_of("spectra")}, tokens=T, repeats=2, device="cuda", dtype=torch.bfloat16

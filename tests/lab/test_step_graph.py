@@ -18,7 +18,6 @@ from moescope.lab.batches import TokenRows
 from moescope.lab.training import load_state
 from moescope.routing.monitor import LoopMonitor
 
-on_a_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device here")
 LOADS = ["step", "layer", "expert", "tokens"]
 
 
@@ -103,7 +102,7 @@ CASES += [(router, "bfloat16", "documents", False) for router in REPEATABLE]
 CASES += [(router, "bfloat16", "packed", True) for router in ("dense", "top2", "spectra", "some")]
 
 
-@on_a_gpu
+@pytest.mark.gpu
 @pytest.mark.filterwarnings("ignore")  # the compiler's own
 @pytest.mark.parametrize(("router", "dtype", "layout", "compiled"), CASES)
 def test_captured_steps_are_the_same_numbers(

@@ -1,7 +1,4 @@
-"""Routing counted on a real GPU, held to the same decisions counted on the CPU.
-
-Skipped where there is none.
-"""
+"""Routing counted on a real GPU, held to the same decisions counted on the CPU."""
 
 from __future__ import annotations
 
@@ -20,7 +17,7 @@ from moescope.statistics import BUCKETS
 from moescope.types import Routing, Tokens
 from routing.tiny_training import batch, documents, load, model_of
 
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device here")
+pytestmark = pytest.mark.gpu
 
 
 def on_cpu(value: Any) -> Any:

@@ -6,6 +6,7 @@ import numpy as np
 import torch
 
 from moescope.spectral.alignment import AlignmentMatrix
+from moescope.spectral.batched_eigen import divide_and_conquer
 from moescope.types import ExpertStack, LayerWeights, LazyTensor
 
 
@@ -129,3 +130,60 @@ def random_weights(
         "norm": generator.uniform(0.5, 2.0, width),
     }
     return layer_weights(**(parts | overrides))
+
+
+def wilkinson(half: int) -> tuple[np.ndarray, np.ndarray]:
+    """W+ of 2 half + 1 rows.
+
+    Its large eigenvalues come in pairs that agree to rounding, and are not equal.
+    """
+    return np.abs(np.arange(-half, half + 1.0)), np.ones(2 * half)
+
+
+def glued(copies: int) -> tuple[np.ndarray, np.ndarray]:
+    """Wilkinson matrices tied by 1e-8: clusters of nearly equal eigenvalues, the classic trap."""
+    diagonal, beside = wilkinson(20)
+    joined = np.concatenate([np.append(beside, 1e-8)] * copies)[:-1]
+    return np.tile(diagonal, copies), joined
+
+
+def tridiagonal_matrices() -> dict[str, tuple[np.ndarray, np.ndarray]]:
+    """Diagonals and entries beside them of the matrices that are known to break eigenvalue solvers."""
+    draw = np.random.default_rng(0)
+    falling = 10.0 ** (-np.arange(200) / 12)
+    return {
+        "random": (draw.standard_normal(300), draw.standard_normal(299)),
+        "second differences, two equal halves": (np.full(200, 2.0), np.full(199, -1.0)),
+        "wilkinson": wilkinson(20),
+        "glued wilkinson": glued(6),
+        "falling by 16 orders": (falling, 0.3 * falling[:-1]),
+        "rising by 16 orders": (falling[::-1].copy(), 0.3 * falling[:0:-1]),
+        "all equal": (np.ones(100), np.zeros(99)),
+        "zero": (np.zeros(100), np.zeros(99)),
+        "falls apart": (draw.standard_normal(200), (draw.random(199) > 0.5).astype(float)),
+        "huge": (1e150 * draw.standard_normal(80), 1e150 * draw.standard_normal(79)),
+        "tiny": (1e-150 * draw.standard_normal(80), 1e-150 * draw.standard_normal(79)),
+    }
+
+
+TRIDIAGONAL = tridiagonal_matrices()
+
+
+def check_eigenbasis(diagonal: np.ndarray, beside: np.ndarray, device: str = "cpu", update=None) -> None:
+    """All eigenvectors, as the coordinates of the unit vectors.
+
+    Orthonormal, and T s = lambda s, both to rounding.
+    """
+    size = len(diagonal)
+    T = np.diag(diagonal) + np.diag(beside, 1) + np.diag(beside, -1)
+    norm = np.abs(T).max() or 1.0
+    eye = torch.eye(size, dtype=torch.float64, device=device)[None]
+    given = (torch.from_numpy(part)[None].to(device) for part in (diagonal, beside))
+    found = divide_and_conquer(*given, eye, update)
+    S, values = found.coordinates_BVN[0].cpu().numpy(), found.values_BN[0].cpu().numpy()
+    assert bool(found.converged_B.all())
+    assert np.abs(S.T @ S - np.eye(size)).max() <= 1e-13
+    assert np.abs(T @ S - S * values).max() / norm <= 16 * size * np.finfo(float).eps
+    assert np.abs(values - np.linalg.eigvalsh(T)).max() / norm <= 16 * size * np.finfo(float).eps
+    top = found.top_vectors(min(5, size))[0].cpu().numpy()
+    np.testing.assert_allclose(top, S[:, ::-1][:, :5], atol=1e-14)

@@ -1,4 +1,4 @@
-"""The decomposition on a real GPU, held to LAPACK's results; skipped where there is none."""
+"""The decomposition on a real GPU, held to LAPACK's results."""
 
 from __future__ import annotations
 
@@ -14,12 +14,10 @@ from moescope.spectral.batched_eigen import divide_and_conquer, tridiagonalise
 from moescope.spectral.decompose import LEADING_VECTORS, decompose, make_k_grid
 from moescope.weights.verb import scan
 from planted import write_planted
-from spectral.builders import STORED_BITS, stored_low_rank
-from spectral.test_batched_eigen import KINDS as TRIDIAGONAL
-from spectral.test_batched_eigen import check_eigenbasis, tridiagonal
+from spectral.builders import STORED_BITS, TRIDIAGONAL, check_eigenbasis, stored_low_rank
 from spectral.test_decompose import expert_and_rows, spectrum
 
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device here")
+pytestmark = pytest.mark.gpu
 needs_triton = pytest.mark.skipif(find_spec("triton") is None, reason="Triton is not installed")
 KINDS = [
     "flat",
@@ -92,7 +90,7 @@ def test_three_kernels_per_merge_give_eigenvectors_that_are_orthonormal_and_belo
     from moescope.spectral.triton_kernels import rank_one_update_fused
 
     assert gpu.fused_update() is rank_one_update_fused
-    check_eigenbasis(*tridiagonal(kind), "cuda", rank_one_update_fused)
+    check_eigenbasis(*TRIDIAGONAL[kind], "cuda", rank_one_update_fused)
 
 
 @needs_triton
