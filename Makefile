@@ -6,10 +6,11 @@ BIN = .venv/bin
 INSTALL = $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt $(PIP_ARGS)
 # Tests use small matrices, on which threads only get into each other's way; two processes share the files of tests instead.
 WORKERS ?= 2
-TEST = OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile
+TEST = OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 SOURCES = pyproject.toml constraints.txt
 
-.PHONY: study-smoke studies-report studies-test dist docs docs-pictures demo demo-model test test-slow test-gpu fuzz check equal \
+.PHONY: study-smoke studies-report studies-test dist docs docs-pictures demo demo-model test test-all fast-tests \
+	all-tests torture test-gpu fuzz check equal \
 	bench bench-growth bench-memory bench-gpu bench-report bench-peer bench-commands bench-deploy bench-trace \
 	bench-monitor bench-intervene bench-streamed bench-lab clean
 
@@ -21,11 +22,23 @@ demo: .venv/core
 demo-model: .venv/core
 	OMP_NUM_THREADS=1 $(BIN)/python -m moescope.demo.recipe
 
-test: .venv/everything check
+# What every change must pass: about six minutes on two cores, the checks of style and types beside the tests.
+test: .venv/everything
+	$(MAKE) --jobs 2 --no-print-directory check fast-tests
+
+# Every test but those that need a GPU: about half an hour on two cores.
+test-all: .venv/everything
+	$(MAKE) --jobs 2 --no-print-directory check all-tests
+
+fast-tests:
 	$(TEST) -m "not slow"
 
-test-slow: .venv/everything
-	$(TEST) -m slow
+all-tests:
+	$(TEST)
+
+# Runs killed at every write, and 5,000 damaged inputs; test-all does a tenth of both.
+torture: .venv/everything
+	$(TEST) tests/faults --torture
 
 # What needs a CUDA device; every other run leaves it out. Installs nothing: PYTHON needs torch, transformers, pandas,
 # pyarrow, scipy, safetensors, typer, rich, filelock and pytest. Its versions may warn, so warnings are no errors here.

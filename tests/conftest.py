@@ -44,13 +44,41 @@ SOURCE = str(Path(__file__).parents[1] / "src")
 os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [SOURCE, os.environ.get("PYTHONPATH")]))
 
 
+# Files with the most work, longest first: whichever worker takes one last, the other would wait for it.
+LONGEST = (
+    *("faults/test_kills.py", "faults/test_fuzz.py", "reporting/test_report.py", "test_documentation.py"),
+    *("lab/test_existing.py", "lab/test_learning.py", "lab/test_study.py", "lab/test_shared_training.py"),
+    *("reporting/test_workbench.py", "reporting/test_browser.py", "reporting/test_overviews.py"),
+    *(
+        "lab/test_studies.py",
+        "routing/test_browser.py",
+        "lab/test_train.py",
+        "routing/test_monitor_adapters.py",
+    ),
+)
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--torture", action="store_true", help="kill at every write, damage 5,000 inputs")
+
+
+@pytest.fixture(scope="session")
+def torture(request: pytest.FixtureRequest) -> bool:
+    return bool(request.config.getoption("--torture"))
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Deselect what needs a CUDA device, unless `-m` asks for it."""
-    if "gpu" in config.option.markexpr:
-        return
-    needs_gpu = [item for item in items if item.get_closest_marker("gpu")]
-    config.hook.pytest_deselected(items=needs_gpu)
-    items[:] = [item for item in items if not item.get_closest_marker("gpu")]
+    """Put long files first; deselect what needs a CUDA device, unless `-m` asks for it."""
+    tests = Path(__file__).parent
+
+    def place(item: pytest.Item) -> int:
+        file = item.path.relative_to(tests).as_posix() if item.path.is_relative_to(tests) else ""
+        return LONGEST.index(file) if file in LONGEST else len(LONGEST)
+
+    items.sort(key=place)
+    if "gpu" not in config.option.markexpr:
+        config.hook.pytest_deselected(items=[item for item in items if item.get_closest_marker("gpu")])
+        items[:] = [item for item in items if not item.get_closest_marker("gpu")]
 
 
 def pytest_collection_finish() -> None:

@@ -30,7 +30,7 @@ from typing import Any
 from faults.targets import TARGETS, Bases, Target
 from moescope import cli
 
-SECONDS = 30  # of one case at most
+SECONDS = 30  # of CPU time of one case at most
 GIGABYTES = 2.0  # of all cases together, beyond what was taken before them
 ALLOCATED = 6 * 2**30  # address space of one case: what asks for more fails, and is a failure of the case
 LONGEST = 401  # characters of the line, its end included
@@ -100,15 +100,15 @@ def limits() -> Iterator[None]:
 
     before = resource.getrlimit(resource.RLIMIT_AS)
     taken = int(Path("/proc/self/statm").read_text().split()[0]) * os.sysconf("SC_PAGE_SIZE")
-    previous = signal.signal(signal.SIGALRM, stop)
-    signal.alarm(SECONDS)
+    previous = signal.signal(signal.SIGPROF, stop)
+    signal.setitimer(signal.ITIMER_PROF, SECONDS)
     resource.setrlimit(resource.RLIMIT_AS, (taken + ALLOCATED, before[1]))
     try:
         yield
     finally:
         resource.setrlimit(resource.RLIMIT_AS, before)
-        signal.alarm(0)
-        signal.signal(signal.SIGALRM, previous)
+        signal.setitimer(signal.ITIMER_PROF, 0)
+        signal.signal(signal.SIGPROF, previous)
 
 
 def run_command(command: list[str]) -> str | None:
@@ -123,7 +123,7 @@ def run_command(command: list[str]) -> str | None:
     except SystemExit as ended:
         code = ended.code or 0
     except Hang:
-        return f"no end after {SECONDS} s"
+        return f"no end after {SECONDS} s of CPU time"
     except BaseException:
         return traceback.format_exc(limit=-7)
     finally:

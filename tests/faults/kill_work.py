@@ -6,10 +6,7 @@ A module, so that forked processes can import it; with everything that a verb im
 from __future__ import annotations
 
 import json
-import os
 import shutil
-import signal
-import threading
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -216,13 +213,6 @@ def attempt(verb: str, inputs: Path, out: Path, armed: str | None) -> None:
     torch.set_num_threads(1)
     storage.failpoint = storage.Failpoint(armed) if armed else None
     RUNS[verb](inputs, out)
-
-
-def attempt_for(verb: str, inputs: Path, out: Path, seconds: float) -> None:
-    """Run the verb in this process, which is killed after that time if it has not ended."""
-    threading.Timer(seconds, os.kill, (os.getpid(), signal.SIGKILL)).start()
-    attempt(verb, inputs, out, None)
-    os._exit(0)
 
 
 def record(verb: str, inputs: Path, out: Path, watched: Path) -> None:
