@@ -21,11 +21,11 @@ from moescope.routing.figures import FIGURES, MAPS, STEPS
 from moescope.routing.metrics import METRICS
 from moescope.routing.report_views import (
     load_trace,
-    read_excerpt,
     routing_views,
     shown_documents,
     shown_steps,
     skipped_steps,
+    text_payload,
     tokens_by_expert,
 )
 from moescope.routing.tables import TRACE_TABLES
@@ -248,16 +248,15 @@ def test_every_domain_has_documents_in_the_excerpt():
 
 
 def test_the_excerpt_is_the_text_and_its_choices_are_the_tables(traced_run):
-    excerpt = read_excerpt(routing_views(load_trace(traced_run))[-1])
+    excerpt = text_payload(routing_views(load_trace(traced_run))[-1])
     tokens = (
         traced_run.table("tokens").query("step == 200 and layer == 1").sort_values(["document", "position"])
     )
-    mine = tokens[tokens["document"].isin(excerpt.domains)]
-    assert excerpt.words == [f"word{token - 4}" for token in mine["token_id"]]
-    assert excerpt.words[0].startswith("word")
-    np.testing.assert_array_equal(excerpt.experts[1], np.stack(mine["experts"].to_list()))
-    np.testing.assert_allclose(excerpt.gates[1], np.stack(mine["gates"].to_list()))
-    assert set(excerpt.domains.values()) == {"plain", "other"}
+    mine = tokens[tokens["document"].isin([document["number"] for document in excerpt["documents"]])]
+    assert excerpt["words"] == [f"word{token - 4}" for token in mine["token_id"]]
+    np.testing.assert_array_equal(excerpt["layers"][1]["experts"], np.stack(mine["experts"].to_list()))
+    np.testing.assert_allclose(excerpt["layers"][1]["gates"], np.stack(mine["gates"].to_list()), rtol=1e-5)
+    assert {document["domain"] for document in excerpt["documents"]} == {"plain", "other"}
 
 
 def test_tables_are_folded_below_their_figures_largest_first_and_cut_where_long(
@@ -289,10 +288,10 @@ def test_every_token_of_the_text_shown_has_its_word_even_one_no_expert_is_known_
     few = run.table("vocabulary").groupby(["step", "layer", "expert", "role"]).head(1)
     write_table(TRACE_TABLES["vocabulary"], few, run.path / "vocabulary.parquet")
     run.info["rows"] = run.info["rows"] | {"vocabulary": len(few)}
-    with_pieces, without = excerpt_of(run), excerpt_of(run, forget="token_text")
-    assert with_pieces.words == excerpt_of(traced_run).words
-    assert all(word.startswith("word") for word in with_pieces.words)
-    assert any(word.startswith("#") for word in without.words)  # as older traces are shown
+    assert excerpt_words(run) == excerpt_words(traced_run)
+    assert all(word.startswith("word") for word in excerpt_words(run))
+    (run.path / "token_text.parquet").unlink()
+    assert all(word.startswith("#") for word in excerpt_words(run))
 
 
 def test_a_long_text_is_cut_between_words_and_says_how_much_is_shown(traced_run, tmp_path, monkeypatch):
@@ -320,20 +319,8 @@ def test_a_long_text_is_cut_between_words_and_says_how_much_is_shown(traced_run,
     assert cut >= 3
 
 
-def excerpt_of(run: Run, forget: str = ""):
-    if forget:
-        (run.path / f"{forget}.parquet").unlink()
-    return read_excerpt(next(view for view in routing_views(load_trace(run)) if view.main))
-
-
-def test_an_older_trace_without_the_added_tables_is_still_shown(traced_run, tmp_path):
-    run = Run.load(shutil.copytree(traced_run.path, tmp_path / "run"))
-    for name in ("contexts", "expert_cosines", "maps", "token_text"):
-        (run.path / f"{name}.parquet").unlink()
-    page = report(run, out=tmp_path / "r.html").read_text(encoding="utf-8")
-    blocks = [block["kind"] for card in cards_of(page, LAST, 0).values() for block in card]
-    assert blocks
-    assert "contexts" not in blocks
+def excerpt_words(run: Run) -> list[str]:
+    return text_payload(next(view for view in routing_views(load_trace(run)) if view.main))["words"]
 
 
 def test_an_experts_contexts_are_the_tables_places(html, traced_run):

@@ -28,7 +28,6 @@ from moescope.routing.report_views import (
     load_trace,
     missing_interval,
     ranked,
-    read_excerpt,
     routing_views,
     select_rows,
     skipped_steps,
@@ -260,9 +259,8 @@ def view_sections(view: View) -> list[Section]:
         tables = folded_tables(name, view.tables) if figures else []
         parts.append(Section(name, title, text + words, figures, tables, view=view.label))
     parts += layer_sections(view)
-    excerpt = read_excerpt(view)
-    if excerpt is not None:
-        widget = ("text", text_payload(excerpt, view))
+    if (payload := text_payload(view)) is not None:
+        widget = ("text", payload)
         return [*parts, Section("text", "Text by expert", widget=widget, view=view.label, tab="text")]
     return parts
 
@@ -270,8 +268,6 @@ def view_sections(view: View) -> list[Section]:
 def missing_maps(tables: Tables) -> list[str]:
     """Sentences on the maps that a trace does not hold, and how to make them."""
     maps = tables["maps"]
-    if maps.empty:
-        return ["No maps in this trace: repeat its command with --overwrite to make them."]
     missing = [words for of, words in MISSING_MAPS.items() if of not in set(maps["of"])]
     if "umap" not in set(maps["method"]):
         missing.append("t-SNE and UMAP on request, drawn from 30 experts on: trace --maps umap.")

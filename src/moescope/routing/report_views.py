@@ -19,8 +19,7 @@ from moescope.tables import wrong_column
 from moescope.verb import Section, Tables
 
 SINGLE_TOKENS = ("tokens", "token_text")  # may be larger than memory; only the part that is shown is read
-ADDED = ("load_totals", "contexts", "expert_cosines", "maps")  # older traces have none
-NEEDED = tuple(name for name in TRACE_TABLES if name not in SINGLE_TOKENS + ADDED)
+NEEDED = tuple(name for name in TRACE_TABLES if name not in SINGLE_TOKENS)
 STEPS_SHOWN = 4  # steps of a run with a view each; figures over steps hold all
 LARGE = 2000  # experts in all layers from which on only the first and last step have a view
 TOKENS_PER_ROLE = 12
@@ -33,7 +32,7 @@ DOCUMENTS = 12
 TOKENS_EACH = 300
 LONGEST_WORD = 24  # tokens
 CHOICES = 600_000  # tokens x layers x k that a page may hold
-COLUMNS = ["document", "position", "layer", "token_id", "domain", "phase", "experts", "gates", "entropy"]
+COLUMNS = ["document", "position", "layer", "token_id", "domain", "experts", "gates"]
 
 # --- views
 
@@ -98,9 +97,6 @@ def load_trace(run: Run) -> TraceTables:
     if missing := [name for name in NEEDED if name not in run.tables]:
         raise BadInput(f"{run.path}: table {', '.join(missing)} is missing; trace again with --overwrite")
     tables = {name: run.table(name) for name in NEEDED}
-    for name in ADDED:
-        columns = list(TRACE_TABLES[name].columns)
-        tables[name] = run.table(name) if name in run.tables else pd.DataFrame(columns=columns)
     for name, frame in tables.items():
         shown = [column for column in ("domain", "main_domain") if column in frame]
         tables[name] = frame.assign(**{column: frame[column].map(plot_words, "ignore") for column in shown})
@@ -150,8 +146,6 @@ def missing_interval(view: View) -> str:
     if domain and read[domain] < FEWEST_DOCUMENTS:
         words = f"{plot_words(domain)} has {counted(read[domain], 'document')}, {FEWEST_DOCUMENTS} are needed"
         return f"no interval: {words}"
-    if view.tables["domains"]["low"].isna().all():  # such as of an older trace
-        return "no interval in this trace"
     return "no interval: too few documents use the expert"
 
 
@@ -243,18 +237,6 @@ def contexts_by_expert(frame: pd.DataFrame | None, most: int) -> dict[int, list[
 # --- text
 
 
-@dataclass(frozen=True)
-class Excerpt:
-    """Tokens of some documents in order, and every layer's choices for them (-1 and NaN where none)."""
-
-    words: list[str]
-    document: np.ndarray  # of each token
-    domains: dict[int, str]  # document -> domain
-    experts: dict[int, np.ndarray]  # layer -> tokens x k, by falling gate
-    gates: dict[int, np.ndarray]
-    lengths: dict[int, int]  # document -> its number of tokens in the trace
-
-
 def shown_documents(documents: dict[str, int]) -> list[int]:
     """Numbers of the documents to show, equally many per domain; documents are numbered domain by domain."""
     each = max(1, DOCUMENTS // max(len(documents), 1))
@@ -265,58 +247,72 @@ def shown_documents(documents: dict[str, int]) -> list[int]:
     return shown[:DOCUMENTS]
 
 
-def read_excerpt(view: View) -> Excerpt | None:
-    """The first tokens of some documents of every domain; None if the trace has no tokens table."""
+def text_payload(view: View) -> dict[str, Any] | None:
+    """The first tokens of some documents of every domain, and each layer's experts and gates.
+
+    None without a tokens table, and for a recorded trace without token ids or whose layers skip tokens.
+    """
     if "tokens" not in view.run.tables or not view.main:
         return None
+    frame, lengths = read_tokens(view)
+    by_layer = dict(tuple(frame.groupby("layer")))
+    if frame.empty or frame["token_id"].isna().any() or len({len(rows) for rows in by_layer.values()}) > 1:
+        return None
+    first, k = by_layer[min(by_layer)], max(int(frame["experts"].map(len).max()), 1)
+    text = view.run.table("token_text").dropna() if "token_text" in view.run.tables else pd.DataFrame()
+    known = dict(zip(text["token_id"], text["token"], strict=True)) if len(text) else {}
+    words = [token_words(known.get(token_id), token_id) for token_id in first["token_id"].tolist()]
+    documents, place = [], 0
+    for document, rows in first.groupby("document"):
+        end = place + len(rows)
+        documents.append(
+            {
+                "number": int(document),
+                "domain": plot_words(str(rows["domain"].iloc[0])),
+                "from": place,
+                "to": word_end(words, place, end) if lengths[document] > len(rows) else end,
+                "tokens": lengths[document],
+            }
+        )
+        place = end
+    n_experts = view.tables["load"].groupby("layer")["expert"].max() + 1
+    layers = []
+    for layer, rows in sorted(by_layer.items()):
+        experts = padded(rows["experts"], k, -1).astype(int)
+        layers.append(
+            {
+                "layer": int(layer),
+                "n": int(n_experts[layer]),
+                "experts": experts.tolist(),
+                "gates": plain(padded(rows["gates"], k, np.nan).tolist()),
+                "same": agreement(experts[:, 0], rows["document"].to_numpy()),
+            }
+        )
+    unnamed = sum(word.startswith("#") and word[1:].isdigit() for word in words)
+    return {"words": words, "unnamed": unnamed, "documents": documents, "layers": layers}
+
+
+def read_tokens(view: View) -> tuple[pd.DataFrame, dict[int, int]]:
+    """Rows of the tokens table to show, in order, and the number of tokens of each of their documents."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 
     coverage = view.setup["coverage"]
     wanted = shown_documents(coverage["domains"])
     most = max(int(CHOICES / (len(view.layers) * max(coverage["k"]) * max(len(wanted), 1))), 20)
-    filters = [  # reads only the parts of the file that are needed
-        ("step", "=", view.step),
-        ("document", "in", wanted),
-        ("position", "<", min(TOKENS_EACH, most)),
-    ]
+    every = [("step", "=", view.step), ("document", "in", wanted), ("phase", "=", view.phase)]
     path = (view.run.path / "tokens.parquet").absolute()
-    try:
-        frame = pq.read_table(path, columns=COLUMNS, filters=filters).to_pandas()
-        every = [*filters[:2], ("phase", "=", view.phase)]
+    try:  # reads only the parts of the file that are needed
         places = pq.read_table(path, columns=["document", "position"], filters=every).to_pandas()
+        few = [*every, ("position", "<", min(TOKENS_EACH, most))]
+        frame = pq.read_table(path, columns=COLUMNS, filters=few).to_pandas()
         wrong = wrong_column(pq.read_schema(path), TRACE_TABLES["tokens"])
     except (pa.ArrowException, OSError, ValueError, TypeError) as error:
         wrong = (str(error).splitlines() or [type(error).__name__])[0]
     if wrong:
         raise BadInput(f"{path}: damaged parquet file ({wrong}); run its command again with --overwrite")
-    frame = frame[frame["phase"] == view.phase].sort_values(["document", "position", "layer"])
-    rows = frame.groupby("layer").size()
-    if frame.empty or frame["token_id"].isna().any() or rows.nunique() > 1:
-        return None  # recorded traces may hold no ids, and layers that skip tokens
-    first = frame[frame["layer"] == frame["layer"].min()]
-    k = max(int(frame["experts"].map(len).max()), 1)
-    known = token_texts(view)
-    by_layer = {int(layer): rows for layer, rows in frame.groupby("layer")}
-    domains = first.groupby("document")["domain"].first()
-    return Excerpt(
-        [token_words(known.get(token_id), token_id) for token_id in first["token_id"].tolist()],
-        first["document"].to_numpy(),
-        {int(document): plot_words(str(domain)) for document, domain in domains.items()},
-        {layer: padded(rows["experts"], k, -1) for layer, rows in by_layer.items()},
-        {layer: padded(rows["gates"], k, np.nan) for layer, rows in by_layer.items()},
-        {
-            int(document): int(last) + 1
-            for document, last in places.groupby("document")["position"].max().items()
-        },
-    )
-
-
-def token_texts(view: View) -> dict[int, str]:
-    """Token id -> text, from token_text; older traces have only the vocabulary table's tokens."""
-    table = view.run.table("token_text") if "token_text" in view.run.tables else view.tables["vocabulary"]
-    rows = table.dropna(subset=["token"]).drop_duplicates("token_id")
-    return dict(zip(rows["token_id"].tolist(), rows["token"].tolist(), strict=True))
+    lengths = places.groupby("document")["position"].max() + 1
+    return frame.sort_values(["document", "position", "layer"]), lengths.to_dict()
 
 
 def padded(lists: pd.Series, k: int, filler: float) -> np.ndarray:
@@ -325,33 +321,6 @@ def padded(lists: pd.Series, k: int, filler: float) -> np.ndarray:
         if values is not None:
             row[: len(values)] = values
     return rectangle
-
-
-def text_payload(excerpt: Excerpt, view: View) -> dict[str, Any]:
-    """Data of the coloured text: the tokens once, and each layer's experts and gates."""
-    n_experts = view.tables["load"].groupby("layer")["expert"].max() + 1
-    documents = []
-    for document, domain in excerpt.domains.items():
-        places = np.flatnonzero(excerpt.document == document)
-        span = {"from": int(places[0]), "to": int(places[-1]) + 1, "tokens": excerpt.lengths[document]}
-        if span["tokens"] > len(places):
-            span["to"] = word_end(excerpt.words, span["from"], span["to"])
-        documents.append({"number": document, "domain": domain, **span})
-    return {
-        "words": excerpt.words,
-        "unnamed": sum(word.startswith("#") and word[1:].isdigit() for word in excerpt.words),
-        "documents": documents,
-        "layers": [
-            {
-                "layer": layer,
-                "n": int(n_experts[layer]),
-                "experts": experts.astype(int).tolist(),
-                "gates": plain(excerpt.gates[layer].tolist()),
-                "same": agreement(excerpt, layer),
-            }
-            for layer, experts in sorted(excerpt.experts.items())
-        ],
-    }
 
 
 def word_end(words: list[str], start: int, stop: int) -> int:
@@ -363,9 +332,8 @@ def word_end(words: list[str], start: int, stop: int) -> int:
     return next((place for place in near if words[place][:1].isspace()), stop)
 
 
-def agreement(excerpt: Excerpt, layer: int) -> float | None:
+def agreement(first: np.ndarray, document: np.ndarray) -> float | None:
     """How often a token's top expert is that of the previous token, within documents of the excerpt."""
-    first = excerpt.experts[layer][:, 0]
-    inside = (excerpt.document[1:] == excerpt.document[:-1]) & (first[1:] >= 0) & (first[:-1] >= 0)
+    inside = (document[1:] == document[:-1]) & (first[1:] >= 0) & (first[:-1] >= 0)
     same = (first[1:] == first[:-1])[inside]
     return float(f"{same.mean():.4g}") if len(same) else None

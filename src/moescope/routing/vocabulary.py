@@ -124,16 +124,7 @@ def token_information(halves_VE: Sequence[sparse.csc_array]) -> float:
 
 def look_up(counts_VE: sparse.csc_array, places_VE: sparse.csc_array) -> Array:
     """Return the counts at the filled places of another table."""
-    column_V = np.zeros(counts_VE.shape[0])
-    found = np.empty(places_VE.nnz)
-    for expert in range(counts_VE.shape[1]):
-        column, wanted = (
-            slice(table.indptr[expert], table.indptr[expert + 1]) for table in (counts_VE, places_VE)
-        )
-        column_V[counts_VE.indices[column]] = counts_VE.data[column]
-        found[wanted] = column_V[places_VE.indices[wanted]]
-        column_V[counts_VE.indices[column]] = 0
-    return found
+    return np.asarray(counts_VE[places_VE.tocoo().coords])
 
 
 def gain(
