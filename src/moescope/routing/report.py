@@ -12,7 +12,7 @@ import pandas as pd
 from moescope.plotting.marks import Mark, flags
 from moescope.plotting.style import capital, counted, listed, named_layers, number, values_of
 from moescope.reporting.findings import Number, Said, key_numbers, say_all
-from moescope.reporting.pack import plain, plain_table
+from moescope.reporting.pack import plain_table
 from moescope.reporting.views import drawable, shown_table
 from moescope.routing.figures import DECISION, LOAD, MAPS, SEPARATION, SPECIALISED, STEPS
 from moescope.routing.report_views import (
@@ -20,15 +20,14 @@ from moescope.routing.report_views import (
     CONTEXTS,
     CONTEXTS_OF_MANY,
     LARGE,
-    ROLES,
     TraceTables,
     View,
     contexts_by_expert,
     layer_sections,
     load_trace,
     missing_interval,
-    ranked,
     routing_views,
+    rows_by,
     select_rows,
     skipped_steps,
     text_payload,
@@ -479,16 +478,18 @@ def layer_cards(rows: dict[str, pd.DataFrame], most: int, view: View) -> dict[in
     if domains is not None and domains["domain"].nunique() > 1:
         columns = ["domain", "affinity", "low", "high"]
         ordered = domains.sort_values("affinity", ascending=False)
-        for expert, frame in ordered.groupby("expert"):
-            note = {"note": missing_interval(view)} if frame["low"].isna().any() else {}
-            cells = plain(frame[columns].to_numpy(object).tolist())
+        for expert, cells in rows_by(ordered, ["expert"], columns).items():
+            note = {"note": missing_interval(view)} if any(low is None for _, _, low, _ in cells) else {}
             add(expert, "bars", "Domain affinity", cells, middle=1, **note)
-    pairs = common_pairs(rows.get("coactivation"))
-    for expert, partners in ranked(pairs, "expert_a", "expert_b", "over", COACTIVATED).items():
-        add(expert, "experts", "Co-activated experts", partners, unit="× chance")
-    for (expert, role), tokens in tokens_by_expert(rows.get("vocabulary")).items():
-        if role in ROLES:
+    if len(pairs := common_pairs(rows.get("coactivation"))):
+        ordered = pairs.sort_values("over", ascending=False, kind="stable")
+        partners = rows_by(ordered.groupby("expert_a").head(COACTIVATED), ["expert_a"], ["expert_b", "over"])
+        for expert, cells in partners.items():
+            add(expert, "experts", "Co-activated experts", cells, unit="× chance")
+    if "vocabulary" in rows:
+        for (expert, role), tokens in tokens_by_expert(rows["vocabulary"]).items():
             add(expert, "tokens", f"{capital(role)} tokens", tokens)
-    for expert, places in contexts_by_expert(rows.get("contexts"), most).items():
-        add(expert, "contexts", "Contexts with the largest gates", places)
+    if "contexts" in rows:
+        for expert, places in contexts_by_expert(rows["contexts"], most).items():
+            add(expert, "contexts", "Contexts with the largest gates", places)
     return blocks

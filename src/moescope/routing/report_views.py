@@ -26,7 +26,6 @@ TOKENS_PER_ROLE = 12
 COACTIVATED = 3
 CONTEXTS = 5
 CONTEXTS_OF_MANY = 3  # per expert where there are so many experts that the page would grow too large
-ROLES = ("input", "next", "predicted")
 METRIC_TABLE = ["metric", "value", "chance", "collapse", "corrected", "low", "high"]
 DOCUMENTS = 12
 TOKENS_EACH = 300
@@ -189,49 +188,34 @@ def layer_sections(view: View) -> list[Section]:
     return sections
 
 
-def ranked(
-    frame: pd.DataFrame | None, key: str, name: str, column: str, most: int | None = None
-) -> dict[int, list[list[Any]]]:
-    """key -> its rows' [name, value], largest first, at most `most`; rows without a value are skipped."""
-    if frame is None or frame.empty:
-        return {}
-    ordered = frame[frame[column].notna()].sort_values(column, ascending=False, kind="stable")
-    if most is not None:
-        ordered = ordered.groupby(key).head(most)
-    entries: dict[int, list[list[Any]]] = {}
-    for owner, other, value in zip(*(ordered[head].tolist() for head in (key, name, column)), strict=True):
-        entries.setdefault(int(owner), []).append([other, plain(value)])
+def rows_by(frame: pd.DataFrame, keys: list[str], columns: list[str]) -> dict[Any, list[list[Any]]]:
+    """Return key (several: a tuple) -> its rows' cells, in the frame's order."""
+    entries: dict[Any, list[list[Any]]] = {}
+    cells = (plain(frame[name].tolist()) for name in columns)
+    for key, *row in zip(frame.set_index(keys).index, *cells, strict=True):
+        entries.setdefault(key, []).append(row)
     return entries
 
 
-def tokens_by_expert(frame: pd.DataFrame | None) -> dict[tuple[int, str], list[list[Any]]]:
+def tokens_by_expert(frame: pd.DataFrame) -> dict[tuple[int, str], list[list[Any]]]:
     """(expert, role) -> [token, count, lift] of its most characteristic tokens, by count times log lift."""
-    if frame is None or frame.empty:
-        return {}
     weight = frame["count"] * np.log(frame["lift"].clip(lower=1e-12))
     frame = frame.loc[weight.sort_values(ascending=False, kind="stable").index]
     top = frame.groupby(["expert", "role"], sort=False).head(TOKENS_PER_ROLE)
-    entries: dict[tuple[int, str], list[list[Any]]] = {}
-    columns = [top[name].tolist() for name in ("expert", "role", "token", "token_id", "count", "lift")]
-    for expert, role, token, token_id, count, lift in zip(*columns, strict=True):
-        entry = [token_words(token, int(token_id)), int(count), plain(float(lift))]
-        entries.setdefault((int(expert), str(role)), []).append(entry)
-    return entries
+    words = map(token_words, top["token"].tolist(), top["token_id"].tolist())
+    return rows_by(top.assign(token=list(words)), ["expert", "role"], ["token", "count", "lift"])
 
 
-def contexts_by_expert(frame: pd.DataFrame | None, most: int) -> dict[int, list[list[Any]]]:
+def contexts_by_expert(frame: pd.DataFrame, most: int) -> dict[int, list[list[Any]]]:
     """expert -> [before, token, after, gate, document, position, domain] of its largest gates."""
-    entries: dict[int, list[list[Any]]] = {}
-    if frame is None or frame.empty:
-        return entries
-    for row in frame[frame["rank"] <= most].sort_values(["expert", "rank"]).to_dict("records"):
-        before, after = (
-            visible(row[side]) if isinstance(row[side], str) else "" for side in ("before", "after")
-        )
-        words = [before, token_words(row["token"], int(row["token_id"])), after]
-        place = [plain(float(row["gate"])), int(row["document"]), int(row["position"]), row["domain"]]
-        entries.setdefault(int(row["expert"]), []).append(words + place)
-    return entries
+    top = frame[frame["rank"] <= most].sort_values(["expert", "rank"])
+    texts = {
+        side: [visible(words) if isinstance(words, str) else "" for words in top[side]]
+        for side in ("before", "after")
+    }
+    texts["token"] = list(map(token_words, top["token"].tolist(), top["token_id"].tolist()))
+    columns = ["before", "token", "after", "gate", "document", "position", "domain"]
+    return rows_by(top.assign(**texts), ["expert"], columns)
 
 
 # --- text
