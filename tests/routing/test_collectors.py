@@ -16,7 +16,7 @@ from moescope.errors import BadInput
 from moescope.execution import collect
 from moescope.execution.documents import Document
 from moescope.execution.models import TracedModel, runner_of
-from moescope.families import MODELS
+from moescope.families import FAMILIES, MODELS
 from moescope.families.lab import LAB
 from moescope.families.replaced import REPLACED
 from moescope.routing.collectors import trace_model
@@ -27,6 +27,14 @@ from moescope.routing.tables import TABLES
 from moescope.tables import conform
 
 KINDS = sorted(set(MODELS) - {"kimi_k2", "nllb-moe", *LAB.models, *REPLACED.models})
+# one of each disk layout, and one with groups of experts; the rest in `make test-all`
+FAST = {
+    next(kind for kind in family.models if kind in KINDS)
+    for family in FAMILIES
+    if {*family.models} & {*KINDS}
+}
+FAST |= {"deepseek_v3"}
+EVERY_KIND = [pytest.param(kind, marks=[] if kind in FAST else pytest.mark.slow) for kind in KINDS]
 SPARSE_ATTENTION = ("deepseek_v32", "glm_moe_dsa")
 
 
@@ -117,7 +125,7 @@ def same(left: list[LayerCounts], right: list[LayerCounts]) -> None:
         np.testing.assert_allclose(a.sums_MBS, b.sums_MBS, rtol=1e-3, atol=1e-3)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", EVERY_KIND)
 def test_counts_and_gates_equal_those_of_documents_run_one_by_one(kind):
     docs = documents()
     result, expected = trace(kind, docs), naive(kind, docs)
@@ -127,7 +135,7 @@ def test_counts_and_gates_equal_those_of_documents_run_one_by_one(kind):
     assert result.corpus.documents == [4, 4]
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", EVERY_KIND)
 def test_padding_batching_and_the_order_of_documents_change_nothing(kind):
     docs = documents()
     alone = trace(kind, docs, batch_size=1)
@@ -138,7 +146,7 @@ def test_padding_batching_and_the_order_of_documents_change_nothing(kind):
     assert np.array_equal(alone.probe.predicted_T, together.probe.predicted_T)
 
 
-@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "switch_transformers"])
+@pytest.mark.parametrize("kind", [kind for kind in EVERY_KIND if kind.values[0] != "switch_transformers"])
 def test_reading_token_by_token_decides_as_reading_at_once(kind):
     docs = documents(6)
     at_once = trace(kind, docs)
@@ -149,8 +157,9 @@ def test_reading_token_by_token_decides_as_reading_at_once(kind):
     assert np.array_equal(at_once.probe.predicted_T, one_by_one.probe.predicted_T)
 
 
-@pytest.mark.parametrize("chunk", [2, 3, 7])
-@pytest.mark.parametrize("kind", ["mixtral", "deepseek_v3", "qwen3_moe", "gpt_oss"])
+@pytest.mark.parametrize(
+    ("kind", "chunk"), [("mixtral", 2), ("deepseek_v3", 3), ("qwen3_moe", 7), ("gpt_oss", 3)]
+)
 def test_reading_in_chunks_changes_nothing(monkeypatch, kind, chunk):
     docs = documents(6)
     at_once = trace(kind, docs)

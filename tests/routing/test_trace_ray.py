@@ -50,6 +50,7 @@ def assert_equal_tables(left: Run, right: Run) -> None:
         pd.testing.assert_frame_equal(left.table(name), right.table(name), rtol=1e-12, atol=1e-12)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("jobs", [2, 5])
 def test_tables_equal_those_of_one_process_whatever_the_number_of_parts(
     connected, place, here, tmp_path, jobs, monkeypatch
@@ -87,6 +88,7 @@ def test_both_phases_of_several_steps_are_split(connected, place, tmp_path, monk
     assert [entry["workers"] for entry in runs[1].info["execution"]] == [2, 2]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("execution", ["resident", "streamed"])
 def test_a_killed_worker_s_documents_are_counted_once(
     connected, place, here, tmp_path, monkeypatch, execution, capfd
@@ -112,6 +114,7 @@ def test_a_killed_worker_s_documents_are_counted_once(
         assert not (run.path / "streamed").exists()
 
 
+@pytest.mark.slow
 def test_what_a_worker_rejects_is_one_line_and_no_folder(connected, place, tmp_path):
     with pytest.raises(BadInput, match=r"streamed run needs at least .* of memory"):
         trace(place, tmp_path / "run", engine="ray", execution="streamed", memory="1KB")
