@@ -111,15 +111,20 @@ class Ratio:
 def jackknife_ratio(sums_XD: Array, tokens_D: Array, domain_D: Integers | None = None) -> Ratio:
     """Return sum of `sums` / sum of tokens per row, and its error from leaving out one document at a time.
 
-    The variance is the sum over domains of (n - 1)/n times the squared deviations of the domain's n
-    leave-one-out ratios from their mean: which domains are judged is chosen, which documents is chance. The
-    only document of a domain deviates from the whole ratio. Student's t has as many degrees of freedom as
-    effective documents, (Σ tokens)²/Σ tokens² (Kish 1965), minus domains: where few long documents hold most
-    tokens, their number would make intervals too short.
+    Which domains are judged is chosen, which documents is chance: of a domain with m documents, the m - 1
+    that are left count m/(m - 1) times (stratified jackknife, Rust and Rao 1996). The variance is the sum
+    over domains of (m - 1)/m times the squared deviations of the domain's leave-one-out ratios from their
+    mean. Domains of one document count as one domain; a document without a second one deviates from the whole
+    ratio. Student's t has the degrees of freedom of effective documents, (Σ tokens)²/Σ tokens² (Kish 1965),
+    minus 1, summed over domains: where few long documents hold most tokens, their number would make intervals
+    too short.
 
-    In 4,000 simulated paired differences with lengths over two orders of magnitude 95 % intervals cover the
-    truth in 94 to 96 % from 20 documents on, also with heavy tails (t with 4 degrees of freedom), and in 95
-    to 97 % with 10. Where differences are skewed (exponential) they cover 0.91 to 0.93 under 100 documents.
+    In 4,000 simulated paired differences with normal or heavy tails (t with 4 degrees of freedom) 95 %
+    intervals cover the truth in 94 to 96 %: from 10 documents on, in one domain or 2 documents in each of
+    ten, with equal lengths or lengths over two orders of magnitude. Skewed differences are covered less:
+    exponential ones in 0.89 to 0.94, lognormal ones in 0.84 to 0.92, with 10 to 100 documents; with skew to
+    the left `one_sided_p` of no effect is below 0.05 in 0.07 to 0.15 and 0.11 to 0.21. Bootstrap-t and Hall's
+    transformation are no better where lengths vary, and worse where differences are normal.
     """
     used = tokens_D > 0
     sums, tokens = sums_XD[:, used], tokens_D[used]
@@ -127,16 +132,21 @@ def jackknife_ratio(sums_XD: Array, tokens_D: Array, domain_D: Integers | None =
     if n < 2:
         value = sum_X[:, 0] / total if n else np.full(len(sums_XD), np.nan)
         return Ratio(value, np.full(len(value), np.nan), 0.0, n)
-    left_out_XD = (sum_X - sums) / (total - tokens)
-    domains = np.zeros(n, int) if domain_D is None else np.unique(domain_D[used], return_inverse=True)[1]
-    variance_X = np.zeros(len(sums))
-    for domain in range(domains.max() + 1):
-        left_out = left_out_XD[:, domains == domain]
-        m = left_out.shape[1]
-        centre, share = (left_out.mean(1, keepdims=True), (m - 1) / m) if m > 1 else (sum_X / total, 1.0)
-        variance_X += share * ((left_out - centre) ** 2).sum(1)
-    effective = float(total**2 / (tokens**2).sum())
-    return Ratio(sum_X[:, 0] / total, np.sqrt(variance_X), max(effective - domains.max() - 1, 1.0), n)
+    labels = np.zeros(n, int) if domain_D is None else np.unique(domain_D[used], return_inverse=True)[1]
+    labels[np.bincount(labels)[labels] == 1] = -1
+    variance_X, degrees = np.zeros(len(sums)), 0.0
+    for label in np.unique(labels):
+        own_XM, tokens_M = sums[:, labels == label], tokens[labels == label]
+        m = len(tokens_M)
+        # documents of this domain that are left stand for those left out
+        weight, share = (m / (m - 1), (m - 1) / m) if m > 1 else (1.0, 1.0)
+        removed_XM = own_XM.sum(1, keepdims=True) - weight * (own_XM.sum(1, keepdims=True) - own_XM)
+        removed_M = tokens_M.sum() - weight * (tokens_M.sum() - tokens_M)
+        left_out_XM = (sum_X - removed_XM) / (total - removed_M)
+        centre_X = left_out_XM.mean(1, keepdims=True) if m > 1 else sum_X / total
+        variance_X += share * ((left_out_XM - centre_X) ** 2).sum(1)
+        degrees += float(tokens_M.sum() ** 2 / (tokens_M**2).sum()) - 1
+    return Ratio(sum_X[:, 0] / total, np.sqrt(variance_X), max(degrees, 1.0), n)
 
 
 def ratios(sums_X: Array) -> Array:

@@ -17,44 +17,7 @@ from intervention.intervention_runs import (
 )
 from moescope.intervention.estimates import expert_effects, nearest_in_load, summarise
 from moescope.intervention.tables import ALL, TABLES
-from moescope.statistics import FEWEST_PAIRED, jackknife_ratio
-
-
-def test_for_documents_of_equal_length_the_interval_is_student_s():
-    values = np.random.default_rng(0).standard_normal((3, 30))
-    ratio = jackknife_ratio(values * 50, np.full(30, 50.0))
-    low, high = ratio.interval()
-    for row in range(3):
-        expected = stats.t.interval(0.95, 29, values[row].mean(), stats.sem(values[row]))
-        assert (low[row], high[row]) == pytest.approx(expected)
-
-
-def test_a_hand_worked_ratio():
-    """Two documents: 1 nat over 1 token and 0 over 3. Left out in turn: 0 and 1, so the error is 1/2."""
-    ratio = jackknife_ratio(np.array([[1.0, 0.0]]), np.array([1.0, 3.0]))
-    assert ratio.value[0] == pytest.approx(0.25)
-    assert ratio.error[0] == pytest.approx(0.5)
-    assert ratio.degrees == pytest.approx(1.0)  # 16/10 - 1 is below one
-    assert np.isnan(ratio.interval()).all()
-
-
-def test_documents_without_predicted_tokens_do_not_count():
-    values, tokens = np.random.default_rng(0).standard_normal((2, 12)), np.arange(5.0, 17.0)
-    padded = jackknife_ratio(np.hstack([values, np.zeros((2, 4))]), np.append(tokens, np.zeros(4)))
-    plain = jackknife_ratio(values, tokens)
-    assert padded.documents == 12
-    np.testing.assert_allclose(padded.interval(), plain.interval())
-
-
-def test_documents_are_resampled_within_domains():
-    """Domains differ and their documents do not: nothing is left to chance."""
-    tokens, domain = np.full(20, 7.0), np.tile([0, 1], 10)
-    values = np.tile([[7.0, 35.0]], 10)
-    np.testing.assert_allclose(jackknife_ratio(values, tokens, domain).interval(), [[3.0], [3.0]])
-    low, high = jackknife_ratio(values, tokens).interval()
-    assert high - low > 1
-    lone = jackknife_ratio(values, tokens, np.eye(1, 20, dtype=int)[0])  # a domain of one document
-    assert lone.error[0] > 0.9 * jackknife_ratio(values, tokens).error[0]
+from moescope.statistics import FEWEST_PAIRED
 
 
 def test_controls_are_the_nearest_in_load():
@@ -191,32 +154,6 @@ def test_q_values_are_scipy_s_over_the_sweep():
 
 
 # --- simulations
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("tails", ["normal", "heavy"])
-@pytest.mark.parametrize("documents", [20, 50, 200])
-def test_the_interval_of_a_paired_difference_covers_in_94_to_96_percent(documents, tails):
-    """4,000 cases; the share that covers has a standard error of 0.0034 at 0.95.
-
-    Both models share a large effect of the document; the difference per token varies over documents, with
-    normal tails or those of t with 4 degrees of freedom. Lengths are drawn anew for every case.
-    """
-    generator, truth, covered = np.random.default_rng(documents), 0.05, []
-    for _ in range(4000):
-        tokens = lengths(generator, (documents,))
-        spread = (
-            generator.standard_t(4, documents) if tails == "heavy" else generator.standard_normal(documents)
-        )
-        loss = tokens * generator.normal(3, 1, documents)
-        changed = (
-            loss
-            + tokens * (truth + 0.1 * spread)
-            + 0.5 * np.sqrt(tokens) * generator.standard_normal(documents)
-        )
-        low, high = jackknife_ratio((changed - loss)[None], tokens).interval()
-        covered.append(low[0] <= truth <= high[0])
-    assert 0.94 <= np.mean(covered) <= 0.96
 
 
 @pytest.mark.slow
