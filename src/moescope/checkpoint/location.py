@@ -351,20 +351,23 @@ def hub_location(text: str, revision: str | None) -> Location:
     return Location(text, f"hf://{repository}", name, files, revision=commit)
 
 
-def hub_commit(repository: str, revision: str | None) -> tuple[str | None, str]:
-    """Return the commit that the revision currently names; None and the reason if the hub gives none."""
+def hub_commit(repository: str, revision: str | None, kind: str = "model") -> tuple[str | None, str]:
+    """Return the commit that the revision currently names; None and the reason if the hub gives none.
+
+    `kind` is "model" or "dataset".
+    """
     from huggingface_hub import HfApi
     from huggingface_hub import errors as hub
 
     label = f"{repository}@{revision}" if revision else repository
     try:
-        return HfApi().model_info(repository, revision=revision).sha, ""
+        return HfApi().repo_info(repository, revision=revision, repo_type=kind).sha, ""
     except hub.RevisionNotFoundError:
         raise BadInput(f"{label}: the hub has no such revision of it; check its name") from None
     except hub.GatedRepoError:
         raise BadInput(f"{label}: request access on the hub first; then `hf auth login`") from None
     except (hub.RepositoryNotFoundError, hub.HFValidationError):
-        return None, "the hub has no such model, or it is private: check the name, or `hf auth login`"
+        return None, f"the hub has no such {kind}, or it is private: check the name, or `hf auth login`"
     except Exception as error:  # no network, a proxy, a time-out: each HTTP library has its own
         return None, (
             f"the hub cannot be reached ({first_line(error)[:120]}); download it on a connected machine and "

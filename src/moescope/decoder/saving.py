@@ -4,9 +4,9 @@ Three layouts: Mixtral's where the router is a plain linear top-k with renormali
 the model norms queries and keys; the lab's own for everything else. transformers loads the first two.
 """
 
-import json
 import tempfile
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -15,6 +15,8 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
+from moescope.checkpoint.files import read_config
+from moescope.checkpoint.local import LocalFiles
 from moescope.checkpoint.writing import plan_tensor, write_checkpoint
 from moescope.decoder.config import ModelConfig, override
 from moescope.decoder.layers import uses_qk_norm
@@ -123,20 +125,19 @@ def save_model(model: LabModel, vocabulary: Vocabulary, folder: Path) -> None:
 
 def is_lab_checkpoint(folder: str | Path) -> bool:
     """Return whether the lab wrote that folder, in any layout."""
-    return LAB in read_json(Path(folder))
+    return LAB in config_of(Path(folder))
 
 
 def is_own_layout(folder: str | Path) -> bool:
     """Return whether only the lab can run the checkpoint; transformers runs its other layouts too."""
-    return read_json(Path(folder)).get("model_type") in (LAB, SIGMOID)
+    return config_of(Path(folder)).get("model_type") in (LAB, SIGMOID)
 
 
-def read_json(folder: Path) -> dict[str, Any]:
-    try:
-        content = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError):
-        return {}
-    return content if isinstance(content, dict) else {}
+def config_of(folder: Path) -> dict[str, Any]:
+    """Return what config.json holds; empty where there is none or it is damaged."""
+    with suppress(BadInput, OSError):
+        return read_config(LocalFiles(folder)) or {}
+    return {}
 
 
 def load_config(folder: Path) -> ModelConfig:
@@ -144,7 +145,7 @@ def load_config(folder: Path) -> ModelConfig:
 
     The number of experts comes from the rest of config.json, which compression changes.
     """
-    content = read_json(folder)
+    content = config_of(folder)
     if LAB not in content:
         raise BadInput(f"{folder}: not a lab checkpoint; pass a folder that `moescope train` wrote")
     where = f"{folder / 'config.json'}: {LAB}"
@@ -158,7 +159,7 @@ def load_config(folder: Path) -> ModelConfig:
 
 def trained_length(folder: Path, config: ModelConfig) -> int:
     """Return the length of text that a lab checkpoint was trained with."""
-    length = read_json(folder).get("max_position_embeddings", config.max_positions)
+    length = config_of(folder).get("max_position_embeddings", config.max_positions)
     if type(length) is not int or not 0 < length <= config.max_positions:
         raise BadInput(
             f"{folder / 'config.json'}: max_position_embeddings is {length!r}, not a number from 1 to "

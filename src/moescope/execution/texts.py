@@ -26,6 +26,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from moescope.checkpoint.location import hub_commit
 from moescope.errors import BadInput
 from moescope.execution.failures import one_line, reject_if
 
@@ -382,13 +383,16 @@ def find_hub_text(address: str) -> Part:
     import datasets
 
     repository = f"{match['owner']}/{match['name']}"
-    commit = dataset_commit(address, repository, match["revision"])
+    commit, problem = hub_commit(repository, match["revision"], "dataset")
+    reject_if(commit is None, f"{address}: {problem}")
     with readable_dataset(address):
         names = datasets.get_dataset_config_names(repository, revision=commit)
         default = datasets.get_dataset_default_config_name(repository, revision=commit)
         config = choose(address, "config", "/CONFIG", names, match["config"], default)
         splits = datasets.load_dataset(repository, config, revision=commit, streaming=True)
-        split = choose_split(address, list(splits), match["split"])
+        only = next(iter(splits)) if len(splits) == 1 else None
+        default = "train" if "train" in splits else only
+        split = choose(address, "split", ":SPLIT", splits, match["split"], default)
         row: dict[str, Any] = next(iter(splits[split].take(1)), {})
     reject_if(not row, f"{address}: split {split} has no row; name another one with :SPLIT")
     column = choose_column(address, row, match["column"])
@@ -396,41 +400,15 @@ def find_hub_text(address: str) -> Part:
     return Part(complete, partial(read_rows, address, splits[split], column))
 
 
-def dataset_commit(address: str, repository: str, revision: str | None) -> str:
-    """Return the commit that the revision names now; the run stores it."""
-    from huggingface_hub import HfApi
-    from huggingface_hub import errors as hub
-
-    absent = "the hub has no such dataset, or it is private; check the name, or `hf auth login`"
-    causes: dict[type[Exception], str] = {  # a gated repository is one that is not found, too
-        hub.RevisionNotFoundError: f"the hub has no revision {revision} of it; check its name",
-        hub.GatedRepoError: "request access on the hub first; then `hf auth login`",
-        hub.RepositoryNotFoundError: absent,
-        hub.HFValidationError: absent,
-    }
-    # no network, a proxy, a time-out: each HTTP library has its own error
-    with one_line(f"{address}: the hub cannot be reached", "download the text elsewhere and give its file"):
-        try:
-            return str(HfApi().dataset_info(repository, revision=revision).sha)
-        except tuple(causes) as error:
-            cause = next(text for kind, text in causes.items() if isinstance(error, kind))
-            raise BadInput(f"{address}: {cause}") from None
-
-
 def choose(
     address: str, kind: str, spelling: str, known: Iterable[str], wanted: str | None, default: str | None
 ) -> str:
     """Return the requested config, split or column, or the default one."""
-    name, known = wanted or default or "", list(known)
-    reject_if(not name, f"{address}: has several {kind}s; name one as {spelling}: {listed(known)}")
-    reject_if(name not in known, f"{address}: no {kind} {name!r} in it; known: {listed(known)}")
+    name, known = wanted or default or "", [str(each) for each in known]
+    listed = ", ".join(known[:20]) + (f" and {len(known) - 20} more" if len(known) > 20 else "")
+    reject_if(not name, f"{address}: name its {kind} as {spelling}: {listed}")
+    reject_if(name not in known, f"{address}: no {kind} {name!r} in it; known: {listed}")
     return name
-
-
-def choose_split(address: str, known: list[str], wanted: str | None) -> str:
-    """Return the requested split; by default the training split, or the only one."""
-    default = "train" if "train" in known else known[0] if len(known) == 1 else None
-    return choose(address, "split", ":SPLIT", known, wanted, default)
 
 
 def choose_column(address: str, row: dict[str, Any], wanted: str | None) -> str:
@@ -438,18 +416,12 @@ def choose_column(address: str, row: dict[str, Any], wanted: str | None) -> str:
     # text, messages, token ids, or empty as the first row may be
     readable = [name for name, value in row.items() if value is None or isinstance(value, str | list)]
     default = next((name for name in TEXT_FIELDS if name in readable), None)
-    known = f"name one as #COLUMN: {listed(row)}"
-    reject_if(not (wanted or default), f"{address}: no column text, content or messages in it; {known}")
     column = choose(address, "column", "#COLUMN", row, wanted, default)
     kind = type(row[column]).__name__
-    reject_if(column not in readable, f"{address}: column {column!r} holds no text ({kind}); {known}")
+    reject_if(
+        column not in readable, f"{address}: column {column!r} holds no text ({kind}); name another one"
+    )
     return column
-
-
-def listed(names: Iterable[str]) -> str:
-    """Join the names, at most twenty of them."""
-    words = [str(name) for name in names]
-    return ", ".join(words[:20]) + (f" and {len(words) - 20} more" if len(words) > 20 else "")
 
 
 @contextmanager

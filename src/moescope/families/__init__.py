@@ -1,25 +1,21 @@
-"""Disk layouts of MoE checkpoints: one file each, and the list of them."""
+"""Disk layouts of MoE checkpoints, those with similar names in one file, and the list of them."""
 
 import re
 
 from moescope.checkpoint import Checkpoint
 from moescope.errors import BadInput
 from moescope.families.dbrx import DBRX
-from moescope.families.feed_forward import FEED_FORWARD
+from moescope.families.encoder_decoder import NLLB, SWITCH
+from moescope.families.feed_forward import FEED_FORWARD, LFM2
 from moescope.families.gpt_oss import GPT_OSS
 from moescope.families.granite import GRANITE, GRANITE_FUSED
-from moescope.families.hunyuan import HUNYUAN
 from moescope.families.lab import LABS
 from moescope.families.layout import Family, Model
-from moescope.families.lfm2 import LFM2
 from moescope.families.mixtral import MIXTRAL
 from moescope.families.mlp_experts import MLP_EXPERTS
-from moescope.families.mlp_router import MLP_ROUTER
-from moescope.families.nllb import NLLB
+from moescope.families.mlp_router import HUNYUAN, MLP_ROUTER, ROUTER_GATE
 from moescope.families.reading import MoeCheckpoint, find_layers, fits, known_kind, read_layout
 from moescope.families.replaced import ALL_REPLACED
-from moescope.families.router_gate import ROUTER_GATE
-from moescope.families.switch import SWITCH
 
 # The first layout that fits is used: GPT_OSS requires more tensors than MLP_ROUTER.
 FAMILIES: list[Family] = [

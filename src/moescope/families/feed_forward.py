@@ -1,6 +1,14 @@
-"""Router `feed_forward.router`: Llama 4 (fused and transposed) and Jamba (separate or fused)."""
+"""Blocks called `feed_forward`: Llama 4 (fused and transposed), Jamba (separate or fused), LFM2."""
 
-from moescope.families.layout import Family, Model, by_period, interleaved, projections, shared_expert
+from moescope.families.layout import (
+    Family,
+    Model,
+    after_dense,
+    by_period,
+    interleaved,
+    projections,
+    shared_expert,
+)
 
 TOP_K = ("num_experts_per_tok",)
 # Llama 4's sigmoid multiplies an expert's input, not its output.
@@ -17,4 +25,14 @@ FEED_FORWARD = Family(
     **projections("{L}.feed_forward"),
     norm="{L}.post_attention_layernorm.weight",
     shared=(shared_expert("{L}.feed_forward.shared_expert.{p}_proj.weight"),),
+)
+
+# w1 gate, w3 up, w2 down
+LFM2 = Family(
+    name="lfm2",
+    models={"lfm2_moe": Model(("num_experts",), TOP_K, after_dense(2), scoring="sigmoid", activation="silu")},
+    router="{L}.feed_forward.gate.weight",
+    **projections("{L}.feed_forward", ("w1", "w3", "w2")),
+    norm="{L}.ffn_norm.weight",
+    correction_bias=("{L}.feed_forward.expert_bias", "{L}.feed_forward.gate.e_score_correction_bias"),
 )
