@@ -100,7 +100,7 @@ NOT_A_ROUTER = {
 BUDGETS = {
     "checkpoint": 1204,
     "comparison": 455,
-    "compression": 2289,
+    "compression": 2247,
     "decoder": 1776,
     "demo": 119,
     "deployment": 1371,

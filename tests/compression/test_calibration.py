@@ -249,17 +249,17 @@ def test_parts_hold_whole_experts_and_no_more_rows_than_asked_but_for_one_large_
 # --- the sample of states
 
 
-def sampled(texts: list[Document], most: int, seed: int = 0, batch_size: int = 8) -> dict[int, LayerStates]:
+def sampled(texts: list[Document], most: int, seed: int = 0, batch_size: int = 8) -> StateSample:
     sample = StateSample(seed, most)
     calibrate(traced("mixtral"), texts, [sample], batch_size=batch_size)
-    return sample.states
+    return sample
 
 
 def test_a_sample_is_bounded_the_same_in_every_layer_and_in_any_order_and_differs_by_seed():
     texts = documents(30)
-    found = sampled(texts, 40)
-    turned = sampled(list(reversed(texts)), 40, batch_size=3)
-    other = sampled(texts, 40, seed=1)
+    found = sampled(texts, 40).states
+    turned = sampled(list(reversed(texts)), 40, batch_size=3).states
+    other = sampled(texts, 40, seed=1).states
     assert len(found) > 1
     draws = {layer: set(states.draw_T.tolist()) for layer, states in found.items()}
     for layer, states in found.items():
@@ -272,11 +272,11 @@ def test_a_sample_is_bounded_the_same_in_every_layer_and_in_any_order_and_differ
 
 def test_samples_of_two_texts_make_the_sample_of_both():
     first, second = documents(15, seed=3), documents(15, seed=4)
-    ours, theirs, both = sampled(first, 30), sampled(second, 30), sampled([*first, *second], 30)
-    for layer, states in both.items():
-        assert set(ours[layer].joined(theirs[layer]).smallest(30).draw_T.tolist()) == set(
-            states.draw_T.tolist()
-        )
+    joined, both = sampled(first, 30), sampled([*first, *second], 30)
+    joined.join(sampled(second, 30))
+    assert len(both.states) > 1
+    for layer, states in both.states.items():
+        assert set(joined.states[layer].draw_T.tolist()) == set(states.draw_T.tolist())
 
 
 def test_a_sample_is_spread_evenly_over_positions():
@@ -295,7 +295,7 @@ def test_a_sample_is_spread_evenly_over_positions():
 
 
 def test_states_hold_the_router_s_own_logits_choices_and_gates_and_survive_a_file():
-    states = sampled(documents(20), 64)
+    states = sampled(documents(20), 64).states
     arrays = states_to_arrays(states)
     back = states_from_arrays(arrays)
     model = tiny_model("mixtral")

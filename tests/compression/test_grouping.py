@@ -1,4 +1,4 @@
-"""Groups of experts: average linkage against scipy, random groups, and what is rejected."""
+"""Groups of experts: average linkage against scipy, M-SMoE's and random groups, and their weights."""
 
 from __future__ import annotations
 
@@ -7,8 +7,17 @@ import pytest
 from scipy.cluster.hierarchy import cut_tree, fcluster, linkage
 from scipy.spatial.distance import pdist, squareform
 
-from moescope.compression.merging import average_linkage, most_central, most_used, routing_sections
-from moescope.compression.random_merge import random_groups
+from moescope.compression.hc_smoe import hc_smoe
+from moescope.compression.m_smoe import choose_dominants, m_smoe, profile_cosines
+from moescope.compression.merging import (
+    Grouping,
+    average_linkage,
+    merge_weights,
+    most_central,
+    most_used,
+    random_groups,
+    routing_sections,
+)
 from moescope.errors import BadInput
 
 
@@ -102,3 +111,93 @@ def test_every_pair_is_dealt_together_about_equally_often():
             together[group[0], group[1]] += 1
     share = together[np.triu_indices(6, 1)] / 3000
     assert share == pytest.approx(np.full(15, 1 / 5), abs=0.03)
+
+
+# --- HC-SMoE: average linkage on mean outputs
+
+
+def test_groups_are_those_scipy_makes_of_the_mean_outputs():
+    features = np.random.default_rng(0).normal(size=(12, 7))
+    tree = linkage(features, "average")
+    ours = hc_smoe(features, np.ones(12), 5)
+    assert set(ours.groups) == partition(fcluster(tree, 5, "maxclust"))
+    assert [merge.height for merge in ours.merges] == pytest.approx(tree[:, 2])
+
+
+def test_the_most_used_member_leads():
+    features = np.array([[1.0, 0.0], [1.0, 0.1], [0.0, 5.0]])
+    assert hc_smoe(features, np.array([1.0, 5.0, 0.0]), 2).dominants == (1, 2)
+
+
+# --- M-SMoE: the most used lead, the others join by router logits
+
+
+def gram_of(logits_TE: np.ndarray) -> np.ndarray:
+    centred = logits_TE - logits_TE.mean(1, keepdims=True)
+    return centred.T @ centred
+
+
+def test_cosines_are_those_of_the_profiles_themselves():
+    logits = np.random.default_rng(0).normal(size=(50, 6))
+    centred = logits - logits.mean(1, keepdims=True)
+    unit = centred / np.linalg.norm(centred, axis=0)
+    assert profile_cosines(gram_of(logits)) == pytest.approx(unit.T @ unit)
+
+
+def test_unrelated_profiles_lie_at_minus_one_over_n_less_one():
+    logits = np.random.default_rng(1).normal(size=(200_000, 5))
+    off = profile_cosines(gram_of(logits))[np.triu_indices(5, 1)]
+    assert off == pytest.approx(np.full(10, -1 / 4), abs=0.01)
+
+
+def test_each_other_expert_joins_the_dominant_it_shares_tokens_with():
+    rng = np.random.default_rng(2)
+    leaders = rng.normal(size=(400, 3)) * 3
+    logits = np.concatenate([leaders, leaders[:, [2, 0, 0]] + 0.3 * rng.normal(size=(400, 3))], axis=1)
+    grouping = m_smoe(gram_of(logits), np.array([50.0, 40, 60, 3, 2, 1]), keep=3)
+    assert grouping.groups == ((0, 4, 5), (1,), (2, 3))
+    assert grouping.dominants == (0, 1, 2)
+    cosine = profile_cosines(gram_of(logits))
+    assert sorted(merge.height for merge in grouping.merges) == pytest.approx(
+        sorted(1 - cosine[[3, 4, 5], [2, 0, 0]])
+    )
+    assert [merge.size for merge in grouping.merges if merge.left == 2] == [2]
+    assert max(merge.size for merge in grouping.merges) == 3
+
+
+def test_the_dominant_is_the_most_used_one_even_where_it_is_not_the_first_member():
+    logits = np.random.default_rng(3).normal(size=(300, 4))
+    logits[:, 0] = logits[:, 3] + 0.1 * logits[:, 0]
+    grouping = m_smoe(gram_of(logits), np.array([1.0, 20, 20, 20]), keep=3)
+    assert grouping.groups[0] == (0, 3)
+    assert grouping.dominants[0] == 3
+
+
+def test_equal_usage_is_decided_by_the_expert_s_number():
+    assert choose_dominants(np.array([5.0, 9, 5, 9]), 3) == [0, 1, 3]
+
+
+def test_an_expert_joins_within_its_routing_group():
+    logits = np.random.default_rng(4).normal(size=(300, 4))
+    logits[:, 3] = logits[:, 0]  # its twin stands in the other routing group
+    grouping = m_smoe(gram_of(logits), np.array([9.0, 1, 9, 1]), keep=2, n_groups=2)
+    assert grouping.groups == ((0, 1), (2, 3))
+
+
+# --- the weights of members
+
+
+GROUPING = Grouping(5, ((0, 3, 4), (1,), (2,)), (3, 1, 2))
+
+
+def test_usage_weights_are_shares_of_the_group_s_tokens():
+    assert merge_weights(GROUPING, np.array([10.0, 0.0, 5.0, 30.0, 0.0])) == (
+        (0.25, 0.75, 0.0),
+        (1.0,),
+        (1.0,),
+    )
+
+
+@pytest.mark.parametrize("usage", [None, np.zeros(5)])
+def test_members_of_no_or_unknown_use_count_alike(usage):
+    assert merge_weights(GROUPING, usage)[0] == pytest.approx((1 / 3, 1 / 3, 1 / 3))

@@ -122,10 +122,9 @@ def test_members_weigh_by_their_tokens(tmp_path, text):
 
 
 def test_random_groups_of_a_control_have_the_plan_s_sizes(tmp_path, text):
-    from moescope.compression.merging import layer_evidence
+    from moescope.compression.merging import group_at_random, layer_evidence
     from moescope.compression.method import Evidence, PlanSettings
     from moescope.compression.plan import checkpoint_mark
-    from moescope.compression.random_merge import group_at_random
     from moescope.types import LayerPlan, Plan
 
     moe = read_moe(open_checkpoint(model_of(tmp_path)))

@@ -15,10 +15,9 @@ from families.tiny_models import tiny_model
 from moescope.checkpoint import open_checkpoint
 from moescope.compression.calibration import Gating, LayerStates
 from moescope.compression.method import Evidence, PlanSettings
-from moescope.compression.methods import METHODS, check_settings, method_named
+from moescope.compression.methods import METHODS, method_named
 from moescope.compression.plan import check_plan, checkpoint_mark
-from moescope.compression.pruning import gate_scales, keep_best, keep_counts, read_keep
-from moescope.compression.random_pruning import random_scores
+from moescope.compression.pruning import gate_scales, keep_best, keep_counts, random_scores, read_keep
 from moescope.errors import BadInput
 from moescope.execution.scoring import Scoring
 from moescope.families import read_moe
@@ -125,12 +124,6 @@ def test_every_method_is_named_once_and_an_unknown_one_is_rejected_with_the_list
         BadInput, match="unknown method 'reep'; known: frequency, gate_weight, ean, reap, random"
     ):
         method_named("reep")
-
-
-def test_choices_of_merging_are_rejected_where_nothing_is_merged():
-    with pytest.raises(BadInput, match="method reap drops experts and merges none; omit --router"):
-        check_settings(method_named("reap"), PlanSettings(router="tie"), written=False)
-    check_settings(method_named("reap"), PlanSettings(seed=3), written=True)
 
 
 def test_gates_that_are_not_renormalised_grow_by_the_probability_that_was_dropped():

@@ -8,12 +8,8 @@ import torch
 from scipy import stats
 
 from moescope.compression.calibration import SUM_NAMES
-from moescope.compression.ean import ean
-from moescope.compression.frequency import frequency
-from moescope.compression.gate_weight import gate_weight
 from moescope.compression.methods import method_named
-from moescope.compression.pruning import score_experts
-from moescope.compression.reap import reap
+from moescope.compression.pruning import ean, frequency, gate_weight, reap, score_experts
 from moescope.compression.rows import rank_intervals, saliency_rows
 
 

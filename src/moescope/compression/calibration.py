@@ -23,7 +23,7 @@ from moescope.execution.documents import Document, batches, windows
 from moescope.execution.evaluation import SplitText
 from moescope.execution.models import TracedModel
 from moescope.execution.scoring import Scoring, find_scoring
-from moescope.execution.workers import ModelRequest, Part, Workers, in_order
+from moescope.execution.workers import ModelRequest, Part, PartWork, Workers, in_order
 from moescope.families import MoeCheckpoint
 from moescope.run import Run
 from moescope.statistics import BUCKETS, FEWEST_DOCUMENTS
@@ -210,13 +210,6 @@ class LayerStates:
     def map(self, change: Callable[[str, Tensor], Tensor]) -> LayerStates:
         return replace(self, **{name: change(name, tensor) for name, tensor in self.parts().items()})
 
-    def smallest(self, most: int) -> LayerStates:
-        tokens = smallest_draws(self.draw_T, most)
-        return self.map(lambda name, tensor: tensor[tokens])
-
-    def joined(self, other: LayerStates) -> LayerStates:
-        return self.map(lambda name, tensor: torch.cat([tensor, other.parts()[name]]))
-
     def reads(self) -> RouterReads:
         """The inputs a router decides from."""
         return RouterReads(self.x_TD, self.ids_T, self.carried_TR)
@@ -251,9 +244,11 @@ class StateSample:
         self.add(routing.layer, states.map(lambda name, tensor: tensor[tokens].cpu()))
 
     def add(self, layer: int, states: LayerStates) -> None:
-        held = self.states.get(layer)
-        both = states if held is None else held.joined(states)
-        self.states[layer] = both.smallest(self.limit or self.most)
+        if layer in self.states:
+            held = self.states[layer].parts()
+            states = states.map(lambda name, tensor: torch.cat([held[name], tensor]))
+        tokens = smallest_draws(states.draw_T, self.limit or self.most)
+        self.states[layer] = states.map(lambda name, tensor: tensor[tokens])
 
     def join(self, other: StateSample) -> None:
         """Add the sample of the text that follows: the sample of both texts together."""
@@ -306,6 +301,9 @@ def states_from_arrays(arrays: Mapping[str, Tensor]) -> dict[int, LayerStates]:
             layers.setdefault(int(layer), {"logits_TE": None})[rest[1]] = tensor  # type: ignore[dict-item]
     return {layer: LayerStates(**parts) for layer, parts in sorted(layers.items())}
 
+
+# what a part of the text gives: states, sums, and layer -> how its router scores (none of one without logits)
+CalibratedPart = tuple[StateSample, Sums, dict[int, Scoring]]
 
 # --- gating
 
@@ -445,17 +443,17 @@ def calibrate_text(
             f"{text.model}: the running model has MoE layers {sorted(layers)}, the checkpoint "
             f"{sorted(on_disk)}; this model cannot be calibrated"
         )
-    sample, makers = StateSample(seed, layers=len(layers)), (RoutedSums, *makers)
-    if text.workers is None:
-        summed = [make() for make in makers]
-        documents, size = text.calibration_documents(), text.settings.batch_size
-        read = calibrate(text.traced, documents, [*summed, sample], size, advance)
-        count, tokens = read.documents, read.tokens
-        sums, scorings = sums_and_scorings(summed, read.blocks)
-    else:
-        count, tokens, sums, scorings = calibrate_on_workers(text, makers, sample, advance)
-    if not tokens:
+    documents = list(text.calibration_documents())
+    if not documents:
         raise BadInput("the text leaves no token to calibrate on; give a longer one")
+    work = partial(calibrate_part, (RoutedSums, *makers), seed, len(layers))
+    sample = StateSample(seed)
+    sums: Sums = {}
+    scorings: dict[int, Scoring] = {}
+    for of_part, more, scoring in run_parts(text, work, documents, advance):
+        sample.join(of_part)
+        sums = add_sums(sums, more) if sums else more
+        scorings = scoring | scorings
     described = {layer: dict(vars(how)) for layer, how in scorings.items()}
     biases = {
         f"layer.{layer}.choice_bias_E": bias_E
@@ -463,8 +461,8 @@ def calibrate_text(
         if (bias_E := how.pop("bias_E")) is not None
     }
     facts = {
-        "documents": count,
-        "tokens": tokens,
+        "documents": len(documents),
+        "tokens": sum(len(document.ids) for document in documents),
         "held_out": text.held_out(),
         "scoring": described,
         "asked": [layer for layer, block in blocks.items() if block.with_router is not None],
@@ -472,54 +470,40 @@ def calibrate_text(
     save_sums(file, sums | states_to_arrays(sample.states) | biases, facts)
 
 
-def sums_and_scorings(
-    collectors: Sequence[SumCollector], blocks: dict[int, Block]
-) -> tuple[Sums, dict[int, Scoring]]:
-    """What a pass found, and layer -> how its router scores; none of one without logits, such as a table."""
+def calibrate_part(
+    makers: Makers,
+    seed: int,
+    layers: int,
+    traced: TracedModel,
+    part: Part,
+    advance: Callable[[int], None],
+) -> CalibratedPart:
+    """Run the model over one part of the batches."""
+    summed, sample = [make() for make in makers], StateSample(seed, layers=layers)
+    collectors: list[Collector] = [ScoringFinder(), *summed, sample]
+    _, blocks = collect_batches(traced, part.batches, collectors, advance=advance)
     scorings = {
         layer: replace(how, bias_E=None if how.bias_E is None else how.bias_E.detach().cpu())
         for layer, block in blocks.items()
         if (how := block.scoring) is not None
     }
-    return {name: tensor for each in collectors for name, tensor in each.sums().items()}, scorings
+    return sample, {name: tensor for each in summed for name, tensor in each.sums().items()}, scorings
 
 
-# --- on workers
-
-
-def calibrate_part(
-    makers: Makers, sample: StateSample, traced: TracedModel, part: Part, advance: Callable[[int], None]
-) -> tuple[StateSample, Sums, dict[int, Scoring]]:
-    """Run the model over one part of the batches."""
-    summed = [make() for make in makers]
-    collectors: list[Collector] = [ScoringFinder(), *summed, sample]
-    _, blocks = collect_batches(traced, part.batches, collectors, advance=advance)
-    return sample, *sums_and_scorings(summed, blocks)
-
-
-def calibrate_on_workers(
-    text: SplitText, makers: Makers, sample: StateSample, advance: Callable[[int], None]
-) -> tuple[int, int, Sums, dict[int, Scoring]]:
-    """Let workers run parts of the text and add what they found in the order of the text.
-
-    Returns the number of documents and of tokens, the sums, and how each layer scores.
-    """
-    assert text.workers is not None
-    assert text.execution is not None
+def run_parts(
+    text: SplitText, work: PartWork, documents: Sequence[Document], advance: Callable[[int], None]
+) -> Iterator[CalibratedPart]:
+    """Yield what `work` finds in each part of the text, in its order; without workers there is one part."""
     settings = text.settings
-    documents = list(text.calibration_documents())
     in_batches = list(batches(windows(documents, text.reader.window), settings.batch_size))
+    if text.workers is None:
+        yield work(text.traced, Part(0, in_batches), advance)
+        return
+    assert text.execution is not None
     request = ModelRequest(text.model, settings.dtype, settings.trust_remote_code, prefer_transformers=True)
-    work = partial(calibrate_part, makers, sample)
-    sums: Sums = {}
-    scorings: dict[int, Scoring] = {}
     with text.workers.open() as engine:
         workers = Workers(engine, text.workers.jobs, request, text.execution, advance)
-        for of_part, more, scoring in in_order(workers.run(work, in_batches) if in_batches else ()):
-            sample.join(of_part)
-            sums = add_sums(sums, more) if sums else more
-            scorings = scoring | scorings
-    return len(documents), sum(len(document.ids) for document in documents), sums, scorings
+        yield from in_order(workers.run(work, in_batches))
 
 
 def load_calibration(file: Path) -> Calibration:

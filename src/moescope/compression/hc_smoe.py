@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 from itertools import combinations
-from typing import Literal
 
 import numpy as np
 import torch
@@ -35,13 +34,7 @@ class ExpertMeans(SumCollector):
         self.add(routing.layer, output_sum_ED=total_ED, output_tokens=torch.tensor(len(x_TD)))
 
 
-def hc_smoe(
-    mean_output_ED: Array,
-    usage_E: Array,
-    keep: int,
-    measure: Literal["euclidean", "cosine"] = "euclidean",
-    n_groups: int = 1,
-) -> Grouping:
+def hc_smoe(mean_output_ED: Array, usage_E: Array, keep: int, n_groups: int = 1) -> Grouping:
     """Group one layer's experts by average linkage of their mean outputs.
 
     The feature of an expert is the mean of its ungated output over all calibration tokens. A mean hides what
@@ -50,11 +43,8 @@ def hc_smoe(
     The dominant member is the most used one, which has the largest share of the merged expert. The authors'
     code takes the one nearest to the centre of its group's outputs; both members of a pair are equally near.
     """
-    # an output of zeros has no direction: distance 1
-    distance_EE = np.nan_to_num(squareform(pdist(mean_output_ED, measure)), nan=1.0)
+    distance_EE = squareform(pdist(mean_output_ED))
     grouping = average_linkage(distance_EE, keep, most_used(usage_E), n_groups)
-    if measure == "cosine":
-        return replace(grouping, unrelated=1.0)
     # orthogonal outputs of these sizes are sqrt(|a|^2 + |b|^2) apart
     sizes = [np.hypot(a, b) for a, b in combinations(np.linalg.norm(mean_output_ED, axis=1), 2)]
     return replace(grouping, unrelated=float(np.mean(sizes)) if sizes else 0.0)
@@ -63,7 +53,7 @@ def hc_smoe(
 def group_by_outputs(layer: LayerEvidence) -> Grouping:
     mean_ED = (layer.sums["output_sum_ED"] / layer.sums["output_tokens"].clamp(min=1)).double().numpy()
     assert layer.usage_E is not None
-    return hc_smoe(mean_ED, layer.usage_E, layer.keep, n_groups=layer.n_groups)
+    return hc_smoe(mean_ED, layer.usage_E, layer.keep, layer.n_groups)
 
 
 METHOD, PERMUTED = merge_both(

@@ -57,7 +57,7 @@ class Proposal:
 
 @dataclass(frozen=True)
 class Method:
-    """One compression method; one module per method ends in such a record, listed in `methods.METHODS`."""
+    """One compression method, listed in `methods.METHODS`."""
 
     name: str
     summary: str

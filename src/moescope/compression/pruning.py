@@ -1,7 +1,7 @@
 """Pruning: keep each layer's experts with the largest scores.
 
-Scores are made from `RoutedSums`, one module each: frequency.py, gate_weight.py, ean.py, reap.py. X_j are the
-tokens routed to expert j, g_j its gate weight on them, f_j its output without the gate.
+Scores are made from `RoutedSums`. X_j are the tokens routed to expert j, g_j its gate weight on them, f_j its
+output without the gate.
 """
 
 from __future__ import annotations
@@ -22,6 +22,41 @@ from moescope.types import Array, LayerPlan
 Score = Callable[[Mapping[str, Array]], Array]  # sums [..., E] -> score [..., E]
 
 
+# --- scores
+
+
+def frequency(sums: Mapping[str, Array]) -> Array:
+    """Number of tokens in X_j."""
+    return sums["tokens_BE"].astype(np.float64)
+
+
+def gate_weight(sums: Mapping[str, Array]) -> Array:
+    """Sum of g_j over X_j."""
+    return sums["gate_sums_BE"]
+
+
+def ean(sums: Mapping[str, Array]) -> Array:
+    """Sum over X_j of ||f_j||: expert activation norm (Jaiswal et al. 2025, arXiv:2504.05586)."""
+    return sums["norm_BE"]
+
+
+def reap(sums: Mapping[str, Array]) -> Array:
+    """Mean over X_j of g_j ||f_j||, 0 where X_j is empty (Lasby et al. 2025, arXiv:2510.13999).
+
+    A mean over few tokens is imprecise: see the interval of its rank (rank_low, rank_high).
+    """
+    tokens = sums["tokens_BE"]
+    return np.where(tokens > 0, sums["gated_norm_BE"] / np.maximum(tokens, 1), 0.0)
+
+
+def random_scores(moe: MoeCheckpoint, seed: int) -> dict[int, Array]:
+    """A random order of every layer's experts, independent of how many are kept."""
+    return {
+        layer: np.random.default_rng((seed, layer)).permutation(weights.n_experts).astype(np.float64)
+        for layer, weights in moe.layers.items()
+    }
+
+
 def layer_sums(sums: Sums, layer: int) -> dict[str, Array]:
     """One layer's sums per bucket of documents."""
     return {name: sums[f"layer.{layer}.{name}"].numpy() for name in SUM_NAMES}
@@ -30,6 +65,9 @@ def layer_sums(sums: Sums, layer: int) -> dict[str, Array]:
 def score_experts(sums: Sums, layer: int, score: Score) -> Array:
     """The score of every expert of a layer over the whole text."""
     return np.asarray(score({name: value.sum(0) for name, value in layer_sums(sums, layer).items()}))
+
+
+# --- methods
 
 
 def prune_by(name: str, score: Score, summary: str) -> Method:
@@ -79,6 +117,18 @@ def gate_scales(
         top_k = min(how.top_k, len(experts))
         scales.append(gate_scale(sample.gates_TK, sample.logits_TE[:, experts], bias_K, how, top_k))
     return scales
+
+
+FREQUENCY = prune_by("frequency", frequency, "drops the experts with the fewest routed tokens")
+GATE_WEIGHT = prune_by("gate_weight", gate_weight, "drops the experts with the smallest sum of gate weights")
+EAN = prune_by("ean", ean, "drops the experts with the smallest sum of output norms")
+REAP = prune_by("reap", reap, "drops the experts with the smallest mean of gate weight times output norm")
+RANDOM = Method(
+    "random",
+    "drops experts at random: the control",
+    lambda evidence: prune(evidence, random_scores(evidence.moe, evidence.settings.seed)),
+    needs_text=False,
+)
 
 
 # --- how many experts to keep

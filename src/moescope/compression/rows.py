@@ -10,13 +10,17 @@ import pandas as pd
 from scipy import stats
 
 from moescope.compression.calibration import Sums
-from moescope.compression.ean import ean
-from moescope.compression.frequency import frequency
-from moescope.compression.gate_weight import gate_weight
 from moescope.compression.merging import Grouping
 from moescope.compression.method import Method
-from moescope.compression.pruning import Score, layer_sums, score_experts
-from moescope.compression.reap import reap
+from moescope.compression.pruning import (
+    Score,
+    ean,
+    frequency,
+    gate_weight,
+    layer_sums,
+    reap,
+    score_experts,
+)
 from moescope.compression.tables import PER_LAYER
 from moescope.families import MoeCheckpoint
 from moescope.geometry.pairs import layer_geometry

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
@@ -21,7 +22,7 @@ from moescope.compression.calibration import (
 )
 from moescope.compression.damage import check_judgeable, judge_models, predict
 from moescope.compression.method import Evidence, Method, PlanSettings, Proposal, rescaling_warnings
-from moescope.compression.methods import check_settings, method_named
+from moescope.compression.methods import method_named
 from moescope.compression.plan import Fits, checkpoint_mark, read_plan, write_plan
 from moescope.compression.pruning import keep_counts
 from moescope.compression.rows import (
@@ -109,16 +110,21 @@ def prepare(
             planned_bytes(moe, *loaded)
         chosen, plan_settings = method_named(loaded[0].method), dict(loaded[0].settings)
         counts = {layer.layer: len(layer.groups) for layer in loaded[0].layers}
-        stored: Any = {name: value for name, value in plan_settings.items() if name in asdict(settings)}
-        settings = replace(settings, **stored)
-        if type(settings.seed) is not int or settings.seed < 0:
-            raise BadInput(f"{plan}: its setting seed {settings.seed!r:.40} is not supported; plan again")
-        check_settings(chosen, settings, written=False)
+        seed = plan_settings.get("seed", settings.seed)
+        if type(seed) is not int or seed < 0:
+            raise BadInput(f"{plan}: its setting seed {seed!r:.40} is not supported; plan again")
+        settings = PlanSettings(seed, "tie" if tied else "fold")
     else:
         if keep is None:
             raise BadInput("the number of experts to keep is missing; give --keep 0.5, or --keep 4")
         chosen = method_named(method or DEFAULT_METHOD)
-        check_settings(chosen, settings, target is not None)
+        if settings.router != "fold" and not chosen.merges:
+            raise BadInput(f"method {chosen.name} drops experts and merges none; omit --router")
+        if settings.router == "tie" and target is not None:
+            raise BadInput(
+                "router tie keeps a row per old expert, which no checkpoint format can hold; omit --apply to "
+                "judge it without writing, or use --router fold"
+            )
         counts = keep_counts(moe, keep, chosen.merges)
         plan_settings = {
             "keep": str(keep),
@@ -159,6 +165,8 @@ def lab_router(moe: MoeCheckpoint) -> type[Router] | None:
 def carry_out(writer: RunWriter, work: Work, text: SplitText | None, device: str, quiet: bool) -> Run:
     """Calibrate, plan, apply, judge; then write the tables."""
     done = writer.done_tasks()
+    if not quiet and text is not None and not work.judge and work.apply is None:
+        print("no --apply: the damage is predicted, no checkpoint is written or judged", file=sys.stderr)
     calibration = calibrate_step(writer, work, text, quiet) if text is not None else None
     texts = [*([calibration] if calibration else []), *work.earlier]
     evidence = Evidence(work.moe, work.keep, work.settings, all_sums(texts))
