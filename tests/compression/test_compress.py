@@ -21,7 +21,7 @@ from typer.testing import CliRunner
 
 import moescope
 from families.test_writing import on_disk, same_bits
-from moescope import cli
+from moescope import cli, progress
 from moescope.compression import steps
 from moescope.compression.calibration import load_sums, save_sums
 from moescope.compression.plan import read_plan
@@ -37,6 +37,7 @@ from moescope.run import Run, write_json
 from moescope.verb import Selection
 from routing.tiny_text import save_model, texts, write_jsonl
 
+JUDGED = ("the original", "reap", "random (seed 1)")
 PRUNING_TABLES = ["clusters", "saliency", "damage"]  # where nothing is merged
 
 
@@ -289,8 +290,18 @@ def test_a_text_of_one_document_is_parted_in_two_and_that_is_said(place, tmp_pat
     assert whole["loss_increase"] == pytest.approx(np.log(whole["perplexity"] / whole["perplexity_original"]))
     assert whole[["loss_increase_low", "loss_increase_high", "js_divergence_low"]].isna().all()
     assert any("no claim" in finding for finding in run.verb.summary(run).findings)
+    assert any("give about 100 documents" in warning for warning in run.info["warnings"])
     assert any("need 20 calibration documents, not 1" in warning for warning in run.info["warnings"])
     assert run.table("saliency")["rank_low"].isna().all()
+
+
+def test_text_that_max_tokens_left_unread_is_the_remedy(place, tmp_path):
+    given = {"keep": 2, "text": place / "text.jsonl", "apply": tmp_path / "small", "controls": 0}
+    run = compress(place / "model", max_tokens=500, out=tmp_path / "run", quiet=True, **given)
+    (warning,) = (said for said in run.info["warnings"] if "no intervals of the judgement" in said)
+    assert "raise --max-tokens" in warning
+    assert "500" in warning
+    assert "give about" not in warning
 
 
 def test_no_judge_calibrates_on_everything_and_a_later_judgement_says_so(place, tmp_path):
@@ -634,6 +645,18 @@ def test_the_command_prints_what_was_done_and_what_it_costs_beside_original_and_
         cli.app, [*words, "--out", str(place / "run"), "--controls", "2", "--json", "--no-report"]
     )
     assert json.loads(as_json.output)["tables"] == list(PRUNING_TABLES)
+
+
+def test_a_line_per_model_says_how_far_the_judgement_is(place, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(progress, "SPACING", 0)
+    given = {"keep": 3, "text": place / "text.jsonl", "controls": 1}
+    compress(place / "model", apply=tmp_path / "small", out=tmp_path / "run", **given)
+    lines = capsys.readouterr().err.splitlines()
+    judged = [line.split(":")[0] for line in lines if line.startswith("judging")]
+    assert judged == [f"judging {n} of 3 models ({name})" for n, name in enumerate(JUDGED, 1)]
+    assert sum(line.startswith("execution") for line in lines) == 1
+    compress(place / "model", out=tmp_path / "planned", **given)
+    assert capsys.readouterr().err.startswith("no --apply:")
 
 
 def test_the_python_name_is_the_verb():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -12,6 +13,8 @@ from scipy.spatial.distance import jensenshannon
 
 from compression.tiny_plans import documents, traced
 from families.tiny_models import tiny_model
+from moescope.compression import damage
+from moescope.compression.calibration import save_sums
 from moescope.compression.damage import check_judgeable, judged_differences
 from moescope.errors import BadInput
 from moescope.execution import evaluation
@@ -218,6 +221,24 @@ def test_long_documents_weigh_by_their_tokens_and_too_few_documents_have_no_inte
     assert row["loss_above_plan_low"] is row["loss_increase_high"] is row["js_divergence_low"] is None
     alone = judged_by_hand([1.0] * 25, [3] * 25, [0] * 24 + [1])
     assert alone["loss_above_plan_low"] is None
+
+
+def test_what_a_pass_gives_is_what_is_stored_also_when_it_was_just_made(monkeypatch, tmp_path):
+    """Of equal tensors at other addresses products may differ: a resumed run would end otherwise."""
+    stored = {"loss": torch.tensor([2.0])}
+    monkeypatch.setattr(damage, "save_sums", lambda file, tensors, facts: save_sums(file, stored, facts))
+    (tmp_path / "parts").mkdir()
+    done: set[str] = set()
+
+    def flush_task(task: str, frames: dict, setup: dict, files: dict) -> None:
+        (tmp_path / "parts" / task).mkdir()
+        for name, file in files.items():
+            file.rename(tmp_path / "parts" / task / name)
+        done.add(task)
+
+    writer = SimpleNamespace(path=tmp_path, done_tasks=lambda: done, flush_task=flush_task)
+    for _ in range(2):
+        assert damage.once(writer, "judged", lambda: {"loss": torch.tensor([1.0])})["loss"].item() == 2
 
 
 def test_texts_and_models_that_predict_nothing_are_rejected():

@@ -42,6 +42,9 @@ def test_the_words_say_what_became_of_the_router_and_how_large_groups_are(merged
 
 def test_the_overview_counts_the_experts_that_are_left_and_shows_the_groups(merged_run):
     groups = merged_run.table("clusters").groupby(["layer", "cluster"]).size()
+    merged, alone = groups[groups > 1], (groups == 1).sum()
+    counts = f"{len(groups)} groups: {len(merged)} merged from {merged.sum()} experts, {alone} unchanged"
+    assert counts in merged_run.verb.summary(merged_run).findings[0]
     (left,) = (key for key in merged_run.verb.summary(merged_run).key_numbers if key.name == "Experts left")
     assert (left.value, left.unit) == (len(groups), f"of {groups.sum()} experts")
     first, *others = merged_run.verb.measures(merged_run)

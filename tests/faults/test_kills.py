@@ -24,6 +24,7 @@ VERBS = ("scan", "compare", "trace", "compress", "intervene", "train", "study", 
 WATCHED = {"study": "trainings/top2-seed-3"}  # the run inside, whose joining is recorded
 OTHERS = 6  # kills per verb outside the joining
 LAYERS = (30, 20)  # writes of a streamed trace in its third layer and in its second
+PASSES = ("held_out_states", "reference", "judged-0", "judged-1")  # of a judgement: tasks of a run
 Start = Callable[..., int | None]
 
 
@@ -154,7 +155,7 @@ def test_a_streamed_compression_killed_while_it_judges_resumes_at_the_pass_and_l
         assert start("judge_until", inputs, out, write) == -signal.SIGKILL
         manifest, tasks = out / "streamed" / "manifest.json", out / "parts"
         part = json.loads(manifest.read_text())["part"] if manifest.exists() else 0
-        done = sum((tasks / task).exists() for task in ("held_out", "reference", "judged-0", "judged-1"))
+        done = sum((tasks / task).exists() for task in PASSES)
         assert start("judge_on", inputs, out) == 0
         passes = json.loads(out.with_name(f"{out.name}.json").read_text())
         assert len(passes) == 4 - done

@@ -6,7 +6,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,16 @@ import torch
 from torch import Tensor
 
 from moescope.compression.applying import RunningExperts, apply_plan, merged_expert, new_layer, share_experts
-from moescope.compression.calibration import Gating, LayerStates, StateSample, calibrate, load_sums, save_sums
+from moescope.compression.calibration import (
+    Gating,
+    LayerStates,
+    StateSample,
+    calibrate,
+    load_sums,
+    save_sums,
+    states_from_arrays,
+    states_to_arrays,
+)
 from moescope.compression.folding import SAME_LOGITS, STATES_AT_ONCE, RouterParts
 from moescope.compression.plan import Fits, LayerFit
 from moescope.errors import BadInput
@@ -249,12 +258,15 @@ def measured_errors(compressed: TracedModel, held_out: HeldOut) -> dict[int, flo
 
 
 def once(writer: RunWriter, task: str, make: Callable[[], Tensors]) -> Tensors:
-    """Return what the task has stored; if it is not done, make and store it first."""
+    """Return what the task has stored, after making it if it is not done.
+
+    Never what was just made: products with tensors at other addresses may differ in the last digit, and a
+    resumed run has only the stored ones.
+    """
     if task not in writer.done_tasks():
-        made, file = make(), leftover_name(writer.path / "parts")
-        save_sums(file, made, {})
+        file = leftover_name(writer.path / "parts")
+        save_sums(file, make(), {})
         writer.flush_task(task, {}, {}, files={TASK_FILE: file})
-        return made
     return load_sums(writer.path / "parts" / task / TASK_FILE)[0]
 
 
@@ -277,30 +289,34 @@ def judge_models(
     size = text.settings.batch_size
     documents = text.held_out_documents()
     scratch = leftover_name(writer.path / "parts")
+
+    def label(number: int, name: str) -> str:
+        return f"judging {number} of {2 + len(controls)} models ({name})"
+
     with progress(None, 0, "tokens", quiet) as advance:
 
-        def run_original() -> Tensors:
+        def sample_states() -> Tensors:
             sample = StateSample(seed, layers=len(moe.layers))
             calibrate(text.traced, documents, [sample], size)
-            return {
-                f"{layer}.{name}": tensor
-                for layer, (reads, output_TD) in original_outputs(text.traced, sample.states).items()
-                for name, tensor in {**vars(reads), "output": output_TD}.items()
-                if tensor is not None
-            }
+            return states_to_arrays(sample.states)
 
-        def judge(model: TracedModel, label: str, reference: Evaluation | None = None) -> Tensors:
-            return per_document(model, documents, reference, size, partial(advance, label)).to_tensors()
+        def run_original() -> Tensors:
+            outputs = original_outputs(text.traced, states)
+            return {str(layer): output_TD for layer, (_, output_TD) in outputs.items()}
 
-        layers: dict[int, Tensors] = {}
-        for name, tensor in once(writer, "held_out", run_original).items():
-            layer, _, part = name.partition(".")
-            layers.setdefault(int(layer), {})[part] = tensor
-        outputs = {layer: parts.pop("output") for layer, parts in layers.items()}
-        held_out = {layer: (RouterReads(**parts), outputs[layer]) for layer, parts in layers.items()}
-        original = once(writer, "reference", lambda: judge(text.traced, "the original"))
+        def judge(model: TracedModel, shown: str, reference: Evaluation | None = None) -> Tensors:
+            return per_document(model, documents, reference, size, partial(advance, shown)).to_tensors()
+
+        states = states_from_arrays(once(writer, "held_out_states", sample_states))
+        outputs = once(writer, "held_out", run_original)
+        held_out = {
+            int(layer): (states[int(layer)].reads(), output_TD) for layer, output_TD in outputs.items()
+        }
+        original = once(writer, "reference", lambda: judge(text.traced, label(1, "the original")))
         reference = Evaluation.of_tensors(original)
         text.release()
+        if text.execution is not None:  # what each of the next models takes is that of the first
+            text.execution = replace(text.execution, quiet=True)
 
         def judge_model(number: int, name: str, plan: Plan, fits: Fits) -> tuple[Evaluation, Tensors]:
             @cache
@@ -322,7 +338,7 @@ def judge_models(
                 result = once(
                     writer,
                     f"judged-{number}",
-                    lambda: judge(model(), name if number else "compressed", reference),
+                    lambda: judge(model(), label(number + 2, name), reference),
                 )
                 return Evaluation.of_tensors(result), once(writer, f"errors-{number}", measure)
             finally:
@@ -339,6 +355,11 @@ def judge_models(
     names = [text.sources[document.domain].domain for document in documents]
     few = [repr(domain) for domain, count in Counter(names).items() if count < FEW_PER_DOMAIN]
     no_intervals = differences[0]["loss_increase_low"] is None
+    most, remedy = text.settings.max_tokens, "give more documents"
+    if text.is_cut:
+        remedy = f"raise --max-tokens: {most:,} leave some of the text unread"
+    elif no_intervals:
+        remedy = f"give about {5 * FEWEST_DOCUMENTS} documents: one in five is held out"
     notes = (
         (
             unmeasured,
@@ -347,13 +368,12 @@ def judge_models(
         (
             no_intervals,
             f"no intervals of the judgement: they need {FEWEST_DOCUMENTS} held-out documents and two per "
-            f"domain, not {len(documents)}; give about "
-            f"{5 * FEWEST_DOCUMENTS} documents: one in five is held out",
+            f"domain, not {len(documents)}; {remedy}",
         ),
         (
             few and not no_intervals,
             f"intervals of the judgement are too short: under {FEW_PER_DOMAIN} held-out documents in "
-            f"{', '.join(few)}, and every domain counts alike; give more documents",
+            f"{', '.join(few)}, and every domain counts alike; {remedy}",
         ),
     )
     tokens_by_domain = dict.fromkeys((source.domain for source in text.sources), 0)

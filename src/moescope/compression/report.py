@@ -45,12 +45,12 @@ NUMBERS = [
 FINDINGS = [
     Said("damage", "loss_increase", where=f"{PLAN} and loss_increase_low.notna() and loss_increase_high.notna()", text="Loss above the original's: {value} nats per token{interval} (95 % interval over {judged_documents} held-out documents).", figure="damage_by_model"),
     Said("damage", "loss_increase", where=f"{PLAN} and (loss_increase_low.isna() or loss_increase_high.isna())", text="Loss above the original's: {value} nats per token; {judged_documents} held-out documents are too few for intervals, so no claim follows.", figure="damage_by_model"),
-    Said("damage", "loss_above_plan", where=JUDGED, only="plan_better", pick="smallest", text="Random controls: the plan beats {count} of {total}; their loss is {span} nats per token above the plan's.", otherwise="Random controls: the plan beats none of {total}; their loss is {span} nats per token above the plan's.", figure="damage_by_model"),
+    Said("damage", "loss_above_plan", where=JUDGED, only="plan_better", pick="smallest", text="Random controls: the plan beats {count_of_total}; their loss is {span} nats per token above the plan's.", otherwise="Random controls: the plan beats none of {total}; their loss is {span} nats per token above the plan's.", figure="damage_by_model"),
     Said("damage", "loss_above_plan", where=JUDGED, only="plan_worse", pick="smallest", text="Random controls that beat the plan: {count} of {total}.", figure="damage_by_model"),
     Said("damage", "perplexity", where=PLAN, text="Perplexity on held-out text: {value} ({chance}).", figure="damage_by_model"),
-    Said("damage", "perplexity", where=CONTROLS, text="Perplexity of {total} random controls: {span} (original: {perplexity_original}).", figure="damage_by_model"),
+    Said("damage", "perplexity", where=CONTROLS, text="Perplexity of random controls ({total}): {span} (original: {perplexity_original}).", figure="damage_by_model"),
     Said("damage", "js_divergence", where=PLAN, text="Next-token JS divergence from the original: {value}{interval} of at most 0.693 nats.", figure="damage_by_model"),
-    Said("damage", "js_divergence", where=CONTROLS, text="JS divergence of {total} random controls: {span} nats.", figure="damage_by_model"),
+    Said("damage", "js_divergence", where=CONTROLS, text="JS divergence of random controls ({total}): {span} nats.", figure="damage_by_model"),
     Said("damage", "measured_error", where=LAYERS, text=f"Measured {ERROR}.", figure="damage_by_layer"),
     Said("damage", "predicted_error", where=NOT_MEASURED, text=f"Predicted {ERROR}.", figure="damage_by_layer"),
     Said("saliency", "rank", where=RANKED, only="undecided", text="Pruning cut: {count} of {total} keep/drop decisions could flip on other text (95 % interval of the rank; uninformative score: all).", otherwise="Pruning cut: none of {total} keep/drop decisions could flip on other text (95 % interval of the rank).", figure="rank_intervals"),
@@ -89,7 +89,9 @@ def what_was_done(run: Run, tables: Tables) -> list[str]:
     dropped, merged = int((~clusters["kept"]).sum()), clusters[clusters["members"] > 1]
     parts = [f"{counted(dropped, 'expert')} dropped"] if dropped else []
     if len(merged):
-        parts.append(f"{counted(len(merged), 'expert')} merged into {merged['dominant'].sum()}")
+        groups, alone = int(merged["dominant"].sum()), int((clusters["members"] == 1).sum())
+        kept = f"{groups} merged from {counted(len(merged), 'expert')}, {alone} unchanged"
+        parts.append(f"{counted(groups + alone, 'group')}: {kept}")
     text = (
         f"Compression by {clusters['method'].iloc[0]}: {span(before)} experts per layer become "
         f"{span(after)} in {counted(len(before), 'layer')} ({', '.join(parts) or 'nothing changes'})."

@@ -53,6 +53,7 @@ class SplitText:
     split: dict[int, str] | None = None
     chosen: dict[int, frozenset[int]] = field(default_factory=dict)  # domain -> hashes of those held out
     judged: list[Document] | None = field(default=None, repr=False)
+    is_cut: bool = False  # --max-tokens left some of the text unread; known with `judged`
     workers: OpenWorkers | None = None  # that calibrate; None: this process does
     skeleton: TracedModel | None = field(default=None, repr=False)
 
@@ -145,13 +146,16 @@ class SplitText:
         if self.judged is None:
             splits = self.splits()
             samples = {domain: JudgedSample(JUDGED_TOKENS // len(splits)) for domain in splits}
+            tokens = 0
             for document in self.documents():
+                tokens += len(document.ids)
                 split = splits[document.domain]
                 if split == "tails":
                     samples[document.domain].add(split_document(document)[int(not self.judge_most)])
                 elif split == "none" or self.holds_out(document):
                     samples[document.domain].add(document)
             self.judged = [document for sample in samples.values() for document in sample.documents()]
+            self.is_cut = tokens == self.settings.max_tokens
         return self.judged
 
 

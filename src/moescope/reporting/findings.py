@@ -1,9 +1,9 @@
 """Findings and key numbers as specs: which rows, which of them, which words.
 
 A text's fields are the leading row's columns, and: value, interval, chance (with its label), place (layer 3,
-expert 5), span (over all rows), count and total (rows that it is about, of all), rows (their layers,
-or the first places), groups (the leading row per group), first and last (the value there, with its step).
-A number prints with three digits.
+expert 5), span (over all rows), count and total (rows that it is about, of all), count_of_total ("all 3", or
+"2 of 3"), rows (their layers, or the first places), groups (the leading row per group), first and last (the
+value there, with its step). A number prints with three digits.
 """
 
 from __future__ import annotations
@@ -146,6 +146,9 @@ def fields(spec: Said, counted: pd.DataFrame, rows: pd.DataFrame, table: Table) 
         "place": place_of(top, table),
         "span": span(rows["_value"]),
         "count": len(counted),
+        "count_of_total": f"all {len(rows):,}"
+        if len(counted) == len(rows) > 1
+        else f"{len(counted):,} of {len(rows):,}",
         "total": len(rows),
         "rows": named_layers(counted["layer"]) if layers else listed([*names, *more]) if names else "none",
         "groups": ", ".join(groups),
