@@ -25,7 +25,9 @@ def render(template: str) -> str:
         "routers": routers_table,
         "options": options_table,
         "keys": keys_table,
-        "study_keys": lambda: markdown("key default meaning", ((key, *KEYS[key]) for key in KEYS)),
+        "study_keys": lambda: markdown(
+            "key default meaning", ((key, *words) for key, (_, *words) in KEYS.items())
+        ),
         "presets": presets_table,
     }
     page = Environment(undefined=StrictUndefined, keep_trailing_newline=True, autoescape=False)

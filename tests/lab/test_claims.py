@@ -435,12 +435,12 @@ def test_arms_of_two_studies_are_paired_by_seed(tmp_path: Path):
         ({"estimand": "least", "claims": ["nothing"]}, "nothing"),
         ({"id": ""}, "no id"),
         ({"id": "", "estimand": "slope_per_doubling"}, "no id"),
-        ({"study": 3}, "study = 3: must be a text or a list of texts"),
+        ({"study": 3}, "study must be text or a list of text, not 3"),
         ({"column": ["cv"]}, "column"),
-        ({"layer": "first"}, "a whole number"),
+        ({"layer": "first"}, "layer must be an integer or unset"),
         ({"beyond_chance": "no"}, "true or false"),
-        ({"at_most": "1.1"}, "at_most = '1.1': must be a number"),
-        ({"require": 3}, "require = 3: must be a table"),
+        ({"at_most": "1.1"}, "at_most must be a number or unset, not '1.1'"),
+        ({"require": 3}, "require must be a table, not 3"),
         ({"estimand": "ratio", "than": ""}, "name the reference"),
         ({"estimand": "contrast"}, "name them"),
         ({"estimand": "least", "claims": ["better"]}, "better"),
@@ -454,9 +454,9 @@ def test_a_file_that_cannot_be_meant_is_rejected(tmp_path: Path, change: dict[st
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ('claim = "x"', "claim = 'x': must be a list of tables"),
-        ("table = 3", "table = 3: must be a list of tables"),
-        ("defaults = 3", "defaults = 3: must be a table"),
+        ('claim = "x"', "claim must be a list, not 'x'"),
+        ("table = [3]", "table, item 0 must be a table, not 3"),
+        ("defaults = 3", "defaults must be a table, not 3"),
         ("[defaults]\ncolour = 3", "colour"),
         ("[[check]]\nstudy = 'large'", "name the one it checks"),
     ],
@@ -622,14 +622,14 @@ def test_a_file_draws_marks_of_its_own_over_tables_of_the_study_and_of_its_probe
 @pytest.mark.parametrize(
     ("old", "new", "said"),
     [
-        ('mark = "Lines"', 'mark = "Line"', "figure 'Overlap': unknown mark 'Line'; did you mean 'Lines'"),
+        ('mark = "Lines"', 'mark = "Line"', "figure 'Overlap' 'Line'; known: Lines"),
         (
             'table = "study_layers"',
             'table = "study_layer"',
             "unknown table 'study_layer'; did you mean 'study_layers'",
         ),
         ('y = "value"', 'y = "values"', "y: unknown column of study_layers 'values'; did you mean 'value'"),
-        ('x = "layer"', 'x = ["layer"]', "x = ['layer']: must be one column"),
+        ('x = "layer"', 'x = ["layer"]', "x must be text, not ['layer']"),
         ('by = "arm"', 'bye = "arm"', "unknown key 'bye'; did you mean 'by'"),
         ('y = "value"\n', "", "no y; a Lines needs it"),
         ("metric ==", "metrics ==", "cannot be drawn (UndefinedVariableError"),
@@ -648,12 +648,12 @@ BROKEN = "def sections(studies, judged):\n    return 1 / 0\n"
 @pytest.mark.parametrize(
     ("old", "new", "said"),
     [
-        ('{ "Switch" = "top2", "Ours" = "spectra" }', "3", "rows = 3: must be a table"),
-        ('"Switch" = "top2"', '"Switch" = 3', "rows: give a table, not 3"),
+        ('{ "Switch" = "top2", "Ours" = "spectra" }', "3", "rows must be a table, not 3"),
+        ('"Switch" = "top2"', '"Switch" = 3', "rows must be a table, not 3"),
         ('"Switch" = "top2"', '"Switch" = { arms = "top2" }', "did you mean 'arm'"),
         ('["validation_loss", {', '["validation_loss", { title = "none" }, {', "a column without name"),
-        ("decimals = 3", 'decimals = "three"', "must be a whole number"),
-        ('study = "routers"\nname', 'study = ["routers"]\nname', "must be one study"),
+        ("decimals = 3", 'decimals = "three"', "decimals must be an integer"),
+        ('study = "routers"\nname', 'study = ["routers"]\nname', "study must be text, not ['routers']"),
         ("more.py", "broken.py", "failed (ZeroDivisionError"),
     ],
 )

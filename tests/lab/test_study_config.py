@@ -215,7 +215,7 @@ def test_a_study_survives_json():
         ),
         (
             {"axes": {"size": {"S": {"model": 3}}}},
-            "[axes.size] S must be a table of changes to model and train, not {'model': 3}",
+            "[axes.size] S: model must be a table, not 3",
         ),
         (
             {"axes": {"train.paired_weights": [True, False]}},
@@ -249,7 +249,7 @@ def test_a_study_survives_json():
             "differ in [data], so their losses are not comparable",
         ),
         ({"arms": {"x": {"train": {"sequence_length": 9}}}}, "differ in [train] sequence_length"),
-        ({"ablations": "hash"}, "ablations = 'hash': give one of spectra, some"),
+        ({"ablations": "hash"}, "unknown router of ablations in study 'hash'; known: spectra, some"),
     ],
 )
 def test_what_cannot_be_studied_is_refused_in_one_line_that_names_it(changes, message):

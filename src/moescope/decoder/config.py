@@ -9,6 +9,7 @@ import difflib
 import math
 import types
 import typing
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
@@ -98,16 +99,20 @@ class ModelConfig:
 
 
 def override(base: Config, table: object, where: str) -> Config:
-    """Return the dataclass with the table's values; unknown keys and wrong types are rejected by name."""
+    """Return the dataclass with the table's values."""
+    return replace(base, **check_table(table, typing.get_type_hints(type(base)), where))  # type: ignore[type-var]
+
+
+def check_table(table: object, hints: Mapping[str, Any], where: str) -> dict[str, Any]:
+    """Return the values as the annotations want them; unknown keys and wrong types are rejected by name."""
     if not isinstance(table, dict):
         raise BadInput(f"{where} must be a table, not {table!r}")
-    hints = typing.get_type_hints(type(base))
     values = {}
     for key, value in table.items():
         if key not in hints:
             raise unknown_key(f"{where}: unknown key", key, list(hints))
         values[key] = check_type(value, hints[key], f"{where}: {key}")
-    return replace(base, **values)  # type: ignore[type-var]
+    return values
 
 
 WORDS = {int: "an integer", float: "a number", str: "text", bool: "true or false", types.NoneType: "unset"}
@@ -116,17 +121,22 @@ WORDS = {int: "an integer", float: "a number", str: "text", bool: "true or false
 def check_type(value: Any, hint: Any, where: str) -> Any:
     """Return the value as the annotation wants it, or raise an error that names the place."""
     origin, inner = typing.get_origin(hint), typing.get_args(hint)
-    if origin is tuple:
+    kinds = inner if origin is types.UnionType else (hint,)
+    several = next((kind for kind in kinds if typing.get_origin(kind) is tuple), None)
+    if several and (len(kinds) == 1 or isinstance(value, list)):
         if not isinstance(value, list | tuple):
             raise BadInput(f"{where} must be a list, not {value!r}")
-        return tuple(check_type(one, inner[0], f"{where}, item {at}") for at, one in enumerate(value))
+        kind = typing.get_args(several)[0]
+        return tuple(check_type(one, kind, f"{where}, item {at}") for at, one in enumerate(value))
     if origin is dict:
         if not isinstance(value, dict):
             raise BadInput(f"{where} must be a table, not {value!r}")
         return {str(name): check_type(one, inner[1], f"{where}.{name}") for name, one in value.items()}
-    kinds = inner if origin is types.UnionType else (hint,)
-    if not any(fits(value, one) for one in kinds):
-        raise BadInput(f"{where} must be {' or '.join(WORDS[one] for one in kinds)}, not {value!r}")
+    if hint is Any:
+        return value
+    if not any(fits(value, one) for one in kinds if one is not several):
+        words = " or ".join("a list of text" if one is several else WORDS[one] for one in kinds)
+        raise BadInput(f"{where} must be {words}, not {value!r}")
     try:
         return float(value) if hint is float else value
     except OverflowError:

@@ -11,15 +11,15 @@ import math
 import operator
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, get_type_hints
 
 import numpy as np
 import pandas as pd
 
 from moescope.arguments import one_of
-from moescope.decoder.config import unknown_key
+from moescope.decoder.config import check_table
 from moescope.errors import BadInput
 from moescope.lab.config import read_toml, reject_first
 from moescope.lab.study_statistics import MIN_SEEDS, NOT_RUN, enters_comparisons
@@ -104,7 +104,7 @@ class Claim:
     expect: str = "lower"
     at_most: float | None = None  # of a ratio: confirmed by an interval below, refuted by one above it
     of: tuple[str, ...] = ()  # of "least": the claims whose weakest number it is
-    require: Mapping[str, Any] = field(default_factory=dict)  # column -> condition, of every training
+    require: dict[str, Any] = field(default_factory=dict)  # column -> condition, of every training
     note: str = ""
 
     @property
@@ -129,7 +129,7 @@ class ClaimsFile:
     path: Path
     title: str
     text: str
-    groups: Mapping[str, str]  # name of a group of claims -> its text
+    groups: dict[str, str]  # name of a group of claims -> its text
     claims: tuple[Claim, ...]
     checks: tuple[Check, ...]
     tables: tuple[dict[str, Any], ...] = ()
@@ -137,48 +137,32 @@ class ClaimsFile:
     sections: str = ""  # FILE.py:FUNCTION, called with studies and judged claims: sections TOML cannot say
 
 
-OF_FILE = ("title", "text", "groups", "claim", "check", "table", "figure", "sections", "defaults")
-OF_QUANTITY = tuple(one.name for one in fields(Quantity))
-OF_CLAIM = ("id", "text", "group", "expect", "at_most", "claims", "require", "note", *OF_QUANTITY)
-OF_CHECK = ("of", "title", "veto", *OF_QUANTITY)
-
-KINDS: dict[str, Callable[[Any], bool]] = {
-    "a text": lambda value: isinstance(value, str),
-    "a text or a list of texts": lambda value: all(
-        isinstance(one, str) for one in (value if isinstance(value, list) else [value])
-    ),
-    "a table": lambda value: isinstance(value, dict),
-    "a list": lambda value: isinstance(value, list),
-    "a list of tables": lambda value: isinstance(value, list) and all(isinstance(one, dict) for one in value),
-    "true or false": lambda value: isinstance(value, bool),
-    "a number": lambda value: isinstance(value, int | float) and not isinstance(value, bool),
-    "a whole number": lambda value: isinstance(value, int) and not isinstance(value, bool) and value >= 0,
+# keys of the file's tables -> what they hold; one text stands for a list of one
+OF_QUANTITY = {
+    name: str | kind if kind == tuple[str, ...] else kind for name, kind in get_type_hints(Quantity).items()
 }
-KIND_OF = {  # of what a key holds; the others hold a text
-    **dict.fromkeys(("claim", "check", "table", "figure"), "a list of tables"),
-    **dict.fromkeys(
-        ("study", "arm", "than", "than_study", "domains", "claims", "of"), "a text or a list of texts"
-    ),
-    **dict.fromkeys(("x", "y", "z", "each", "bins"), "a text or a list of texts"),  # of a figure's mark
-    **dict.fromkeys(("groups", "defaults", "require", "rows"), "a table"),
-    **dict.fromkeys(("veto", "worst_layer", "beyond_chance", "wide", "stacked"), "true or false"),
-    **dict.fromkeys(("at_most", "scale"), "a number"),
-    **dict.fromkeys(("layer", "decimals"), "a whole number"),
-    "columns": "a list",
+OF_CLAIM = {
+    **{name: kind for name, kind in get_type_hints(Claim).items() if name not in ("quantity", "of")},
+    **OF_QUANTITY,
+    "claims": str | tuple[str, ...],
+}
+OF_CHECK = {"of": str | tuple[str, ...], "title": str, "veto": bool, **OF_QUANTITY}
+LISTED = tuple[dict[str, Any], ...]
+OF_FILE = {
+    **{"title": str, "text": str, "groups": dict[str, str], "sections": str, "defaults": dict[str, Any]},
+    **dict.fromkeys(("claim", "check", "table", "figure"), LISTED),
 }
 
 
 def read_claims(path: str | Path) -> ClaimsFile:
     """Read and check a results.toml. A claim with a list of studies, or of `than`, stands for one of each."""
-    path, content = Path(path), read_toml(path)
-    check_keys(content, OF_FILE, f"{path}")
-    defaults = content.get("defaults", {})
-    check_keys(defaults, OF_CLAIM, f"{path}: defaults")
+    path, content = Path(path), check_table(read_toml(path), OF_FILE, f"{path}")
+    defaults = check_table(content.get("defaults", {}), OF_CLAIM, f"{path}: defaults")
     claims: list[Claim] = []
-    for place, entry in enumerate(content.get("claim", []), 1):
+    for place, entry in enumerate(content.get("claim", ()), 1):
         where = f"{path}: claim {entry.get('id', place)}"
-        check_keys(entry, OF_CLAIM, where)
-        claims += [claim_from(one, where) for one in expanded({**defaults, **entry})]
+        every = expanded({**defaults, **check_table(entry, OF_CLAIM, where)})
+        claims += [claim_from(one, where) for one in every]
     names = [claim.id for claim in claims]
     for name in names:
         if names.count(name) > 1:
@@ -188,9 +172,9 @@ def read_claims(path: str | Path) -> ClaimsFile:
         for name in claim.of:
             one_of(f"claim in {path}", name, quantities)
     checks = []
-    for entry in content.get("check", []):
+    for entry in content.get("check", ()):
         where = f"{path}: check {entry.get('title', '')!r}"
-        check_keys(entry, OF_CHECK, where)
+        check_table(entry, OF_CHECK, where)
         if not entry.get("of"):
             raise BadInput(f'{where}: no claim; name the one it checks: of = "H1"')
         for name in words(entry["of"]):
@@ -205,21 +189,10 @@ def read_claims(path: str | Path) -> ClaimsFile:
         content.get("groups", {}),
         tuple(claims),
         tuple(checks),
-        tuple(content.get("table", [])),
-        tuple(content.get("figure", [])),
+        content.get("table", ()),
+        content.get("figure", ()),
         content.get("sections", ""),
     )
-
-
-def check_keys(content: Any, known: Sequence[str], where: str) -> None:
-    if not isinstance(content, dict):
-        raise BadInput(f"{where}: give a table, not {content!r:.100}")
-    for key in content:
-        if key not in known:
-            raise unknown_key(f"{where}: unknown key", key, list(known))
-        kind = KIND_OF.get(key, "a text")
-        if not KINDS[kind](content[key]):
-            raise BadInput(f"{where}: {key} = {content[key]!r:.100}: must be {kind}")
 
 
 def expanded(entry: dict[str, Any]) -> list[dict[str, Any]]:
@@ -230,13 +203,13 @@ def expanded(entry: dict[str, Any]) -> list[dict[str, Any]]:
     for study in words(entry.get("study", "")) or [""]:
         for than in words(entry.get("than", "")) or [""]:
             several = {"study": study, "than": than}
-            more = [name for key, name in several.items() if isinstance(entry.get(key), list)]
+            more = [name for key, name in several.items() if isinstance(entry.get(key), tuple)]
             text = entry.get("text", "").replace("{study}", study).replace("{than}", than)
             found.append({**entry, "id": ": ".join([entry.get("id", ""), *more]), "text": text, **several})
     return found
 
 
-def words(value: str | list[str]) -> list[str]:
+def words(value: str | Sequence[str]) -> list[str]:
     return [value] * bool(value) if isinstance(value, str) else list(value)
 
 
@@ -252,16 +225,15 @@ def claim_from(entry: dict[str, Any], where: str) -> Claim:
     quantity = None if least else changed(None, of_quantity, where)
     for name, condition in entry.get("require", {}).items():
         condition_of(condition, f"{where}: require {name}")
-    keys = ("id", "text", "group", "expect", "at_most", "require", "note")
-    given = {"text": "", **{key: entry[key] for key in keys if key in entry}}
-    return Claim(**given, quantity=quantity, of=tuple(entry.get("claims", ())))
+    given = {"text": "", **{key: entry[key] for key in OF_CLAIM if key in entry and key not in of_quantity}}
+    return Claim(of=tuple(words(given.pop("claims", ()))), quantity=quantity, **given)
 
 
 def changed(before: Quantity | None, change: dict[str, Any], where: str) -> Quantity:
     """Return a quantity, or another one that differs in what is given."""
-    lists = ("study", "arm", "than", "than_study", "domains")
+    several = {name for name, kind in get_type_hints(Quantity).items() if kind == tuple[str, ...]}
     values: dict[str, Any] = {
-        key: tuple(words(value)) if key in lists else value for key, value in change.items()
+        key: tuple(words(value)) if key in several else value for key, value in change.items()
     }
     quantity = replace(before or Quantity((), ()), **values)
     reject_first(

@@ -8,11 +8,12 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import MISSING, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, get_type_hints
 
 import pandas as pd
 
-from moescope.decoder.config import unknown_key
+from moescope.arguments import one_of
+from moescope.decoder.config import check_table, unknown_key
 from moescope.errors import BadInput, unknown_name
 from moescope.lab.arm_tables import of_question
 from moescope.lab.claims import (
@@ -21,7 +22,6 @@ from moescope.lab.claims import (
     ClaimsFile,
     Studies,
     changed,
-    check_keys,
     estimate,
     interval,
     judge,
@@ -39,12 +39,16 @@ from moescope.run import Run
 from moescope.tables import Column, Table, define_tables
 from moescope.verb import Drawable, Section, Tables
 
-OF_TABLE = ("title", "text", "rows", "columns", *OF_QUANTITY)
-OF_COLUMN = ("title", "decimals", "scale", *OF_QUANTITY)
-OF_FIGURE = ("title", "text", "study", "name", "question")
+OF_TABLE = {
+    **{"title": str, "text": str, "rows": dict[str, Any], "columns": tuple[Any, ...]},
+    **OF_QUANTITY,
+}
+OF_COLUMN = {"title": str, "decimals": int, "scale": float, **OF_QUANTITY}
+OF_FIGURE = dict.fromkeys(("title", "text", "study", "name", "question"), str)
 MARKS: dict[str, type[Mark]] = {
     mark.__name__: mark for mark in (Lines, Grid, Matrix, Bars, Dots, Scatter, Distribution)
 }
+NOT_OF_FILE = ("name", "was", "schema", "KEYS", "COLUMNS", "VALUE")
 COLUMNS = (
     *("claim", "text", "check", "verdict", "estimate", "low", "high", "p", "p_holm", "seeds"),
     *("study", "arm", "than", "column", "estimand", "expect", "hedges_g", "failed", "why"),
@@ -109,16 +113,15 @@ def verdict_counts(claims: pd.DataFrame) -> str:
 def table_section(file: ClaimsFile, place: int, content: dict[str, Any], studies: Studies) -> Section:
     """One row per arm, one column per quantity: mean ± half of its interval, in brackets the chance level."""
     where = f"{file.path}: table {content.get('title', place + 1)!r}"
-    check_keys(content, OF_TABLE, where)
+    check_table(content, OF_TABLE, where)
     columns = [{"column": one} if isinstance(one, str) else one for one in content.get("columns", [])]
     if not columns or not content.get("rows"):
         raise BadInput(f"{where}: give rows = {{title = arm}} and columns = [...]")
     for one in columns:
-        check_keys(one, OF_COLUMN, where)
-        if "column" not in one:
+        if "column" not in check_table(one, OF_COLUMN, f"{where}: columns"):
             raise BadInput(f'{where}: a column without name; write column = "validation_loss"')
     for one in content["rows"].values():
-        check_keys({"arm": one} if isinstance(one, str) else one, OF_QUANTITY, f"{where}: rows")
+        check_table({"arm": one} if isinstance(one, str) else one, OF_QUANTITY, f"{where}: rows")
     shared = {key: content[key] for key in OF_QUANTITY if key in content}
     heads = [("arm", "", "text")]
     heads += [
@@ -160,20 +163,19 @@ def figure_section(
 ) -> Section:
     """Return a figure of a study: one that it draws anyway, by name, or a mark of the file's own."""
     where = f"{file.path}: figure {content.get('title', place + 1)!r}"
-    study = content.get("study", "")
-    if not isinstance(study, str):
-        raise BadInput(f"{where}: study = {study!r:.100}: must be one study")
-    tables = of_question(studies.get(study, {}), content.get("question", ""))
     spec: Drawable | None = None
-    if "mark" not in content:
-        check_keys(content, OF_FIGURE, where)
+    kind = MARKS[one_of(f"mark in {where}", content["mark"], MARKS)] if "mark" in content else None
+    check_table(content, of_mark(kind) if kind else OF_FIGURE, where)
+    study = content.get("study", "")
+    tables = of_question(studies.get(study, {}), content.get("question", ""))
+    if kind is None:
         name = content.get("name", "")
         spec = next((found for run in runs if (found := run.verb.figure(name))), None)
         if spec is None:
             known = [spec.name for run in runs for spec in run.verb.figures]
             raise unknown_name(f"name in {where}", name, known)
     elif tables:
-        spec, tables = own_mark(content, where, tables)
+        spec, tables = own_mark(kind, content, where, tables)
     try:
         figures = [(spec, tables)] if spec and tables and spec.can_draw(tables) and spec.draw(tables) else []
     except Exception as error:  # a query of the file, or columns that do not suit the mark
@@ -183,22 +185,21 @@ def figure_section(
     return Section(anchor("figure", file.title, place), title, text, figures, tab="results")
 
 
-def own_mark(content: dict[str, Any], where: str, tables: Tables) -> tuple[Mark, Tables]:
+def of_mark(kind: type[Mark]) -> dict[str, Any]:
+    """Return the keys of a figure that is a mark of the file's own."""
+    hints = {one: hint for one, hint in get_type_hints(kind).items() if one not in NOT_OF_FILE}
+    return {"mark": str, "study": str, "question": str, "text": str, **hints}
+
+
+def own_mark(kind: type[Mark], content: dict[str, Any], where: str, tables: Tables) -> tuple[Mark, Tables]:
     """Return the mark that a file describes, with the tables and those of the study's probe."""
-    if (name := str(content["mark"])) not in MARKS:
-        raise unknown_key(f"{where}: unknown mark", name, list(MARKS))
-    kind = MARKS[name]
-    known = {one.name: one for one in fields(kind) if one.name not in ("name", "was", "schema")}
-    others = {key: value for key, value in content.items() if key != "table"}  # in the file a list of tables
-    check_keys(others, ("mark", "study", "question", "text", *known), where)
     probed = probe_tables(tables["study_probes"]) if "study_probes" in tables else {}
     schemas = {**{name: described_table(name, frame) for name, frame in probed.items()}, **TABLES}
-    for key, one in known.items():
-        if key not in content and one.default is MISSING and one.default_factory is MISSING:
-            raise BadInput(f"{where}: no {key}; a {kind.__name__} needs it: {key} = ...")
-        if isinstance(content.get(key), list) and "tuple" not in str(one.type):
-            raise BadInput(f"{where}: {key} = {content[key]!r:.100}: must be one column")
-    if (table := str(content["table"])) not in schemas:
+    for one in fields(kind):
+        needed = one.default is MISSING and one.default_factory is MISSING
+        if needed and one.name != "name" and one.name not in content:
+            raise BadInput(f"{where}: no {one.name}; a {kind.__name__} needs it: {one.name} = ...")
+    if (table := content["table"]) not in schemas:
         raise unknown_key(f"{where}: unknown table", table, list(schemas))
     columns = [*schemas[table].columns, *schemas[table].terms]
     for key in (kind.VALUE, *kind.KEYS, *kind.COLUMNS, "one", "pages"):
@@ -208,7 +209,7 @@ def own_mark(content: dict[str, Any], where: str, tables: Tables) -> tuple[Mark,
     values: dict[str, Any] = {
         key: tuple(value) if isinstance(value, list) else value
         for key, value in content.items()
-        if key in known
+        if key not in ("mark", "study", "question", "text")
     }
     mark = kind(anchor(content.get("title", table)), **values)
     return mark.bound(schemas), {**probed, **tables}

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from moescope.arguments import one_of
-from moescope.decoder.config import unknown_key
+from moescope.decoder.config import check_table
 from moescope.decoder.layers import uses_qk_norm
 from moescope.decoder.routers import ROUTERS
 from moescope.decoder.vocabulary import check_vocabulary
@@ -21,49 +21,51 @@ from moescope.lab.config import LabConfig, config_from, preset_config, read_toml
 from moescope.lab.study_statistics import MIN_SEEDS
 from moescope.lab.user_code import split_place
 
-# What a study's file may hold: key -> (default, meaning).
-KEYS = {
-    "preset": ("nano", "Preset of the base."),
-    "reference": ("required", "The arm that the others are compared with."),
+# What a study's file may hold: key -> (kind, default, meaning).
+KEYS: dict[str, tuple[Any, str, str]] = {
+    "preset": (str, "nano", "Preset of the base."),
+    "reference": (str, "required", "The arm that the others are compared with."),
     "references": (
+        dict[str, str],
         "",
         'References of single questions: `references = { scaling = "top2 experts=4" }`; that of ablations '
         "is the complete router.",
     ),
-    "seeds": ("5", "A number from 2, or a list. Below five no significance is claimed."),
-    "base": ("", "What all arms share: `base.model`, `base.data`, `base.train`, as in a training's config."),
+    "seeds": (Any, "5", "A number from 2, or a list. Below five no significance is claimed."),
+    "base": (
+        dict[str, Any],
+        "",
+        "What all arms share: `base.model`, `base.data`, `base.train`, as in a training's config.",
+    ),
     "arms": (
+        dict[str, dict[str, Any]],
         "",
         "Name -> `model` and `train` as changes to the base, `question`, and `axes = { experts = 4 }` to "
         "say where on a figure's axis the arm lies.",
     ),
     "axes": (
+        dict[str, Any],
         "",
         "Dotted keys with lists of values, or names with tables of named changes: `[axes.size]` with "
         "`S = { model = { d_model = 64 } }`. One arm per combination.",
     ),
-    "ablations": ("", "`spectra` or `some`: the complete router, and one arm per removed part."),
-    "keep": ("last", "Which checkpoints of a measured training remain: `last`, `all` or `none`."),
+    "ablations": (str, "", "`spectra` or `some`: the complete router, and one arm per removed part."),
+    "keep": (str, "last", "Which checkpoints of a measured training remain: `last`, `all` or `none`."),
     "tasks": (
+        str,
         "",
         "Tasks of lm-eval that score every training, as `train --base --tasks` takes them (extra `tasks`): "
         "choices and perplexities; a lab model generates no text.",
     ),
     "probe": (
+        str,
         "",
         "`FILE.py:FUNCTION` beside the study's file, called after each training with the model, the "
         "validation rows, the vocabulary and `[train]`; the tables it returns are rows of `study_probes`.",
     ),
 }
-TYPES: dict[str, tuple[type, str]] = {  # of keys that are not checked elsewhere
-    "preset": (str, "preset must be text"),
-    "base": (dict, "[base] must be a table"),
-    "arms": (dict, "[arms] must be a table of arms"),
-    "axes": (dict, "[axes] must be a table of lists"),
-    "references": (dict, 'references must be a table such as {ablation = "spectra"}'),
-    "tasks": (str, "tasks must be text, names separated by commas"),
-}
-ARM_KEYS = ("model", "data", "train", "question", "axes")
+CHANGES = {"model": dict[str, Any], "train": dict[str, Any]}
+OF_ARM = {**CHANGES, "data": dict[str, Any], "question": str, "axes": dict[str, Any]}
 QUESTIONS = ("main", "ablation", "sweep", "scaling")
 KEEP = ("last", "all", "none")
 SEEDS = 5
@@ -156,11 +158,7 @@ def study_from(content: dict[str, Any], where: str = "study", folder: Path = Pat
 
     A probe's file lies in `folder`.
     """
-    for key, value in content.items():
-        if key not in KEYS:
-            raise unknown_key(f"{where}: unknown key", key, list(KEYS))
-        kind, words = TYPES.get(key, (object, ""))
-        check_type(value, kind, words, where)
+    check_table(content, {key: kind for key, (kind, *_) in KEYS.items()}, where)
     base = base_config(content, where)
     arms = [
         *listed_arms(content.get("arms", {}), base, where),
@@ -198,11 +196,6 @@ def study_from(content: dict[str, Any], where: str = "study", folder: Path = Pat
     return Study(distinct(arms, where), reference, seeds, base, references, keep, tasks, probe)
 
 
-def check_type(value: Any, kind: type, words: str, where: str) -> None:
-    if not isinstance(value, kind):
-        raise BadInput(f"{where}: {words}, not {value!r}")
-
-
 def base_config(content: dict[str, Any], where: str) -> LabConfig:
     base = content.get("base", {})
     train = base["train"] if isinstance(base.get("train"), dict) else {}
@@ -237,16 +230,10 @@ def read_seeds(value: Any, where: str) -> tuple[int, ...]:
 def listed_arms(tables: dict[str, Any], base: LabConfig, where: str) -> Iterator[Arm]:
     """Yield the arms of [arms], each with its changes to the base."""
     for name, changes in tables.items():
-        here = f"[arms.{name}]"
-        check_type(changes, dict, f"{here} must be a table", where)
-        for key in changes:
-            if key not in ARM_KEYS:
-                raise unknown_key(f"{where}: {here}: unknown key", key, list(ARM_KEYS))
+        check_table(changes, OF_ARM, f"{where}: [arms.{name}]")
         question = one_of("question", changes.get("question", "main"), QUESTIONS)
         overrides = {key: value for key, value in changes.items() if key not in ("question", "axes")}
-        axes = changes.get("axes", {})
-        check_type(axes, dict, f"{here} axes must be a table of values", where)
-        yield build_arm(name, question, overrides, axes, base, where)
+        yield build_arm(name, question, overrides, changes.get("axes", {}), base, where)
 
 
 def grid_arms(lists: dict[str, Any], base: LabConfig, where: str) -> Iterator[Arm]:
@@ -280,10 +267,7 @@ def axis(key: str, values: Any, where: str) -> list[tuple[Any, Overrides]]:
     """Return the values of an axis, each with its changes to the base."""
     if isinstance(values, dict) and values:
         for name, changes in values.items():
-            tables = isinstance(changes, dict) and all(isinstance(table, dict) for table in changes.values())
-            if not tables or not set(changes) <= {"model", "train"}:
-                words = "must be a table of changes to model and train"
-                raise BadInput(f"{where}: [axes.{key}] {name} {words}, not {changes!r}")
+            check_table(changes, CHANGES, f"{where}: [axes.{key}] {name}")
         return list(values.items())
     parts = key.split(".")
     if not isinstance(values, list) or not values:
@@ -318,18 +302,14 @@ def question_of(changes: list[Overrides]) -> str:
     return "main" if changed <= {("model", "router")} else "sweep"
 
 
-def ablation_arms(router: Any, base: LabConfig, where: str) -> Iterator[Arm]:
+def ablation_arms(router: str | None, base: LabConfig, where: str) -> Iterator[Arm]:
     """Yield the complete router, and variants with one part removed."""
     if router is None:
         return
-    if not isinstance(router, str) or router not in ABLATED:
-        raise BadInput(f"{where}: ablations = {router!r}: give one of {', '.join(ABLATED)}")
-    for name, model in ABLATED[router].items():
+    ablated = {name: kind.variants for name, kind in ROUTERS.items() if kind.variants}
+    for name, model in ablated[one_of(f"router of ablations in {where}", router, ablated)].items():
         overrides = {"model": {"router": router, **model}}
         yield build_arm(f"{router}{name}", "ablation", overrides, {}, base, where)
-
-
-ABLATED = {name: router.variants for name, router in ROUTERS.items() if router.variants}
 
 
 def build_arm(
@@ -337,7 +317,6 @@ def build_arm(
 ) -> Arm:
     """Return the arm with its checked config."""
     place, train = f"{where}: arm {name!r}", overrides.get("train", {})
-    train = train if isinstance(train, dict) else {}
     reject_first(
         place,
         (
