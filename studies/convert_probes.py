@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pandas as pd
 
+from moescope.lab.study_statistics import long_rows
 from moescope.lab.tables import TABLES
-from moescope.lab.user_code import long_rows
 from moescope.run import read_run_json, write_json, write_table
 
 FORMER = ("study_experts", "study_mixed", "study_spans")

@@ -37,7 +37,7 @@ from paper_results import (
 from paper_scaling import experts_section, sizes_section, sweep_section
 from paper_some import some_section
 
-from moescope.lab.arm_tables import of_question
+from moescope.lab.study_statistics import of_question
 from moescope.plotting.style import capital, counted, listed, number
 from moescope.reporting.pack import plain_table
 from moescope.verb import Drawable, Payload, Section, Tables

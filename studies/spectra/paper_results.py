@@ -16,8 +16,7 @@ import numpy as np
 import pandas as pd
 from scipy import stats
 
-from moescope.lab.study_statistics import MIN_SEEDS, enters_comparisons
-from moescope.lab.user_code import probe_tables
+from moescope.lab.study_statistics import MIN_SEEDS, enters_comparisons, probe_tables
 from moescope.statistics import LEVEL, split_half_ceiling, t_test
 from moescope.verb import Tables
 

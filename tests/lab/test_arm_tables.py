@@ -11,8 +11,15 @@ import pytest
 from scipy import stats
 
 from lab.study_runs import more_arms, router_arms, study_run
-from moescope.lab.arm_tables import NORMAL, OTHER_PARTS, axis_frames, of_question, with_arm_tables, with_parts
 from moescope.lab.report_study import study_tables
+from moescope.lab.study_statistics import (
+    NORMAL,
+    OTHER_PARTS,
+    axis_frames,
+    of_question,
+    with_arm_tables,
+    with_parts,
+)
 from moescope.lab.tables import TABLES
 from moescope.run import Run, write_table
 from moescope.verb import Tables

@@ -21,8 +21,9 @@ from lab.study_runs import router_arms, study_run
 from moescope.cli import app
 from moescope.errors import BadInput
 from moescope.lab.claims import Quantity, estimate, judge, read_claims, values_by_seed
+from moescope.lab.config import load_function
+from moescope.lab.study_statistics import long_rows, probe_tables
 from moescope.lab.study_task import probe_model
-from moescope.lab.user_code import load_function, long_rows, probe_tables
 from moescope.run import Run
 from moescope.statistics import holm
 

@@ -12,9 +12,9 @@ from plotly.graph_objects import Figure as PlotlyFigure
 
 from lab.study_runs import more_arms, router_arms, study_run
 from lab.tiny_training import tiny_config, tiny_training, trained
-from moescope.lab.arm_tables import of_question
 from moescope.lab.figures import STUDY_FIGURES, TRAIN_FIGURES
 from moescope.lab.report_study import study_tables
+from moescope.lab.study_statistics import of_question
 from moescope.plotting.style import GREY
 from moescope.run import Run
 from moescope.verb import Drawable, Figure, Tables

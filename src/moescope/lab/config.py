@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import math
+import runpy
+import sys
 import tomllib
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, fields, replace
 from decimal import Decimal
 from fractions import Fraction
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -558,3 +562,37 @@ def settings_warnings(train: TrainConfig) -> list[str]:
         f"[train] warmup {train.warmup:,} exceeds steps {train.steps:,}: the learning rate ends at "
         f"{train.steps / train.warmup:.0%} of {train.learning_rate:g}; lower warmup"
     ]
+
+
+# --- functions that a study or a results.toml names in a Python file of its own: "FILE.py:FUNCTION"
+
+
+def split_place(place: str, folder: Path, where: str) -> tuple[Path, str]:
+    """Return the file and the function of "FILE.py:FUNCTION"; a relative file lies in the folder."""
+    file, _, function = place.rpartition(":")
+    if not file.endswith(".py") or not function.isidentifier():
+        raise BadInput(f'{where}: {place!r} names no function; write "FILE.py:FUNCTION"')
+    return (folder / file).resolve(), function
+
+
+def load_function(place: str, folder: Path, where: str) -> Callable[..., Any]:
+    """Return the function; its file is run once per process and may import files that lie beside it."""
+    path, name = split_place(place, folder, where)
+    if not path.is_file():
+        raise BadInput(f"{where}: {path}: no such file")
+    try:
+        function = names_of_file(path).get(name)
+    except Exception as error:
+        raise BadInput(f"{where}: {path} cannot be run ({type(error).__name__}: {error})") from error
+    if not callable(function):
+        raise BadInput(f"{where}: {path} has no function {name}")
+    return function
+
+
+@cache
+def names_of_file(path: Path) -> dict[str, Any]:
+    sys.path.insert(0, str(path.parent))
+    try:
+        return runpy.run_path(str(path), run_name=path.stem)
+    finally:
+        sys.path.remove(str(path.parent))

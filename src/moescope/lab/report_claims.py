@@ -15,7 +15,6 @@ import pandas as pd
 from moescope.arguments import one_of
 from moescope.decoder.config import check_table, unknown_key
 from moescope.errors import BadInput, unknown_name
-from moescope.lab.arm_tables import of_question
 from moescope.lab.claims import (
     OF_QUANTITY,
     VERDICTS,
@@ -28,9 +27,10 @@ from moescope.lab.claims import (
     read_claims,
     words,
 )
+from moescope.lab.config import load_function
 from moescope.lab.figures import CLAIMS
+from moescope.lab.study_statistics import of_question, probe_tables
 from moescope.lab.tables import TABLES
-from moescope.lab.user_code import load_function, probe_tables
 from moescope.plotting.marks import QUANTITY, Bars, Distribution, Dots, Grid, Lines, Mark, Matrix, Scatter
 from moescope.plotting.style import counted, listed, number
 from moescope.reporting.pack import plain_table, table_payload

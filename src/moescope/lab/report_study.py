@@ -11,8 +11,8 @@ from typing import Any, cast
 import pandas as pd
 
 from moescope.errors import BadInput
-from moescope.lab.arm_tables import of_question, with_arm_tables
 from moescope.lab.figures import ALONG, ARMS, CURVES, OVERALL, OVERHEAD
+from moescope.lab.study_statistics import of_question, with_arm_tables
 from moescope.lab.tables import TABLES
 from moescope.plotting.style import capital, counted, listed, number
 from moescope.reporting.pack import table_payload

@@ -15,15 +15,14 @@ import pandas as pd
 from moescope.arguments import choose_device
 from moescope.engine import LocalEngine, ProcessEngine, check_engine, open_engine
 from moescope.errors import BadInput
-from moescope.lab.arm_tables import with_arm_tables, with_parts
+from moescope.lab.config import load_function, split_place
 from moescope.lab.corpus import read_corpus, training_vocabulary
 from moescope.lab.figures import STUDY_FIGURES
 from moescope.lab.report_study import claims, guide, page_title, sections, select, summary
-from moescope.lab.study_statistics import NOT_RUN, compare
+from moescope.lab.study_statistics import NOT_RUN, compare, with_arm_tables, with_parts
 from moescope.lab.study_task import TEXT_FOLDER, TRAININGS, TrainingTask, costs, prune, run_task, save_text
 from moescope.lab.tables import TABLES
 from moescope.lab.train import bytes_on_disk, check_memory, with_steps
-from moescope.lab.user_code import load_function, split_place
 from moescope.processor import avoid_broken_amx
 from moescope.progress import progress
 from moescope.run import (

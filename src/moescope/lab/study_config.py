@@ -17,9 +17,8 @@ from moescope.decoder.layers import uses_qk_norm
 from moescope.decoder.routers import ROUTERS
 from moescope.decoder.vocabulary import check_vocabulary
 from moescope.errors import BadInput
-from moescope.lab.config import LabConfig, config_from, preset_config, read_toml, reject_first
+from moescope.lab.config import LabConfig, config_from, preset_config, read_toml, reject_first, split_place
 from moescope.lab.study_statistics import MIN_SEEDS
-from moescope.lab.user_code import split_place
 
 # What a study's file may hold: key -> (kind, default, meaning).
 KEYS: dict[str, tuple[Any, str, str]] = {

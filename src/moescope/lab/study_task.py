@@ -15,10 +15,9 @@ import numpy as np
 import pandas as pd
 
 from moescope.errors import BadInput
-from moescope.lab.config import STATE
-from moescope.lab.study_statistics import FAILED, NOT_RUN, final_slope
+from moescope.lab.config import STATE, load_function
+from moescope.lab.study_statistics import FAILED, NOT_RUN, final_slope, long_rows
 from moescope.lab.train import Job, checkpoint_folders, lock_training, run_training, saved_checkpoints
-from moescope.lab.user_code import load_function, long_rows
 from moescope.processor import avoid_broken_amx
 from moescope.progress import unsaid_alerts
 from moescope.run import Run, finished_run, jsonable, read_run_json, write_json
