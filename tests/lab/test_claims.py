@@ -396,6 +396,17 @@ def test_a_requirement_that_a_training_does_not_meet_leaves_a_claim_undecided(tm
     assert row["verdict"] == "undecided"
 
 
+@pytest.mark.parametrize("limit", [{}, {"at_most": 0.0}])
+def test_a_claim_chosen_after_a_look_at_the_data_has_a_number_and_no_verdict(tmp_path: Path, limit: dict):
+    studies = of_arms(top2=BASE, spectra=BASE - 0.1 + NOISE)
+    later = claim("later", registered=False, note="seen in a plot", **limit)
+    found = judged(tmp_path, studies, claim(**limit), later)
+    assert found["verdict"].to_list() == ["confirmed", "undecided"]
+    assert found.loc["later", "why"].startswith("chosen after a look at the data: seen in a plot")
+    for column in ("estimate", "low", "high"):
+        assert found.loc["later", column] == found.loc["better", column]
+
+
 @pytest.mark.parametrize("veto", [True, False])
 @pytest.mark.parametrize(("elsewhere", "reverses"), [(0.1, True), (0.0, False), (-0.1, False)])
 def test_the_other_sign_elsewhere_takes_a_verdict_away(

@@ -397,6 +397,7 @@ def test_an_interrupted_training_ends_with_the_same_numbers(changes, here, monke
     assert not changed_names(tensors(here / "whole" / "model"), tensors(here / "cut" / "model"))
 
 
+@pytest.mark.slow
 def test_a_training_killed_within_a_control_ends_with_the_same_numbers(here, monkeypatch):
     base = saved("gpt2", here / "base")
     config = settings(router="loss_free", experts=3, controls=True)  # two controls: dense, kept router

@@ -14,6 +14,7 @@ from playwright.sync_api import expect
 from lab.study_runs import more_arms, router_arms, study_run
 from moescope.errors import BadInput
 from moescope.lab.report_study import settings, study_tables
+from moescope.lab.study_statistics import compare
 from moescope.lab.tables import TABLES
 from moescope.reporting.page import page_content
 from moescope.reporting.verb import report
@@ -121,6 +122,21 @@ def test_a_study_in_which_nothing_ran_says_so_and_draws_nothing(tmp_path: Path):
     assert [len(section.figures) for section in sections(run)][:2] == [0, 0]
 
 
+@pytest.mark.parametrize("worse", ["every arm", "hash"])
+def test_an_arm_that_is_not_compared_has_its_loss_and_the_reason(tmp_path: Path, worse: str):
+    run = study_run(tmp_path / "run", arms=router_arms(["top2", "spectra", "hash"]))
+    runs = run.table("study_runs").assign(unigram_loss=9.0)
+    runs.loc[(runs["arm"] == worse) | (worse == "every arm"), "unigram_loss"] = 0.0
+    for name, frame in (("study_runs", runs), ("study_comparisons", compare(runs, "top2"))):
+        write_table(TABLES[name], frame, run.path / f"{name}.parquet")
+    said = " ".join(findings(run))
+    assert ("No arm can be compared with top2; " in said) == (worse == "every arm")
+    assert "yet" not in said
+    for arm, losses in runs.groupby("arm")["validation_loss"]:
+        words = f"{arm} {losses.mean():.3g} (does not beat the unigram baseline)"
+        assert (words in said) == (worse in ("every arm", arm))
+
+
 def test_a_study_that_is_not_done_warns_of_stopping_where_it_looks_best(run: Run):
     assert findings(Run(run.path, {**run.info, "status": "running"}))[0].startswith("This study is running")
 
@@ -220,6 +236,7 @@ def test_a_study_without_comparisons_is_refused_with_a_remedy(run: Run, tmp_path
 # --- in a browser
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("width", "scheme"), [(1400, "light"), (390, "dark")])
 def test_every_figure_is_drawn_and_nothing_is_wider_than_the_page(browser, tmp_path: Path, width, scheme):
     from reporting.test_browser import scroll_through

@@ -21,6 +21,8 @@ from moescope.lab.evaluation import evaluate
 from moescope.lab.training import load_state
 from moescope.run import Run
 
+pytestmark = pytest.mark.slow
+
 RTOL = 2e-4
 LOSSES = [
     "step",

@@ -149,6 +149,7 @@ def run_in_seconds(store: Path, name: str, design: dict, arms: tuple[str, ...]) 
     assert run.run_study(name, store, store / "work", 300, given)
 
 
+@pytest.mark.slow
 def test_a_study_at_nano_size_runs_as_the_large_one_does(tmp_path: Path):
     design = designs.shrink(designs.causal({}))
     run_in_seconds(tmp_path, "causal", design, ("top2", "spectra"))
@@ -162,6 +163,7 @@ def test_a_study_at_nano_size_runs_as_the_large_one_does(tmp_path: Path):
     assert effects.groupby(["arm", "seed", "layer"])["expert"].nunique().tolist() == [8] * 8
 
 
+@pytest.mark.slow
 def test_a_study_of_some_stores_keys_and_their_use(tmp_path: Path):
     design = designs.shrink(designs.some(320))
     run_in_seconds(tmp_path, "some", design, ("A4", "A4 dense"))
@@ -193,6 +195,7 @@ def test_the_continuations_are_choices_of_the_domain_and_one_of_them_follows():
     assert places.min() > continuations.ITEMS / continuations.CHOICES / 2
 
 
+@pytest.mark.slow
 def test_the_readmes_are_those_of_the_stored_studies(tmp_path: Path):
     copy = tmp_path / "studies"
     shutil.copytree(STUDIES, copy, ignore=shutil.ignore_patterns("text", "__pycache__"))
@@ -258,6 +261,7 @@ def shard(store: Path, work: str, **options: Any) -> dict[str, Any]:
     return last
 
 
+@pytest.mark.slow
 def test_a_stored_study_gains_an_arm_and_trains_another_again_beside_other_work(tmp_path: Path):
     small_study(tmp_path, "top2", "hash")
     assert shard(tmp_path, "first")["trainings"] == 4

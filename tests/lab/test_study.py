@@ -211,6 +211,7 @@ def test_the_last_checkpoint_alone_stays(whole: Run):
     assert load_model(own.path / "checkpoints" / "step-6")[0].config.router == "top2"
 
 
+@pytest.mark.slow
 def test_a_training_of_a_study_can_be_repeated_alone(whole: Run, config: Path, tmp_path: Path):
     arm = read_study(config).arms[0]
     alone = train(arm.of_seed(5), out=tmp_path / "alone", device="cpu", quiet=True)
@@ -236,29 +237,6 @@ def test_the_same_command_again_computes_nothing(whole: Run, config: Path):
     before = {file: file.stat().st_mtime_ns for file in whole.path.rglob("*") if file.is_file()}
     assert isinstance(study(config, out=whole.path, device="cpu", quiet=True), Run)
     assert {file: file.stat().st_mtime_ns for file in whole.path.rglob("*") if file.is_file()} == before
-
-
-def test_a_real_kill_changes_no_number(whole: Run, config: Path, tmp_path: Path):
-    out = tmp_path / "run"
-    command = [sys.executable, "-m", "moescope", "study", str(config), "--out", str(out), "--device", "cpu"]
-    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
-    state = out / "trainings" / "unbalanced-seed-3" / "checkpoints" / "training_state.pt"
-    until = time.monotonic() + 200
-    while not state.exists() and process.poll() is None and time.monotonic() < until:
-        time.sleep(0.002)
-    process.send_signal(signal.SIGKILL)
-    process.communicate()
-    assert process.returncode == -signal.SIGKILL, "it had ended before it could be killed"
-    under_way = Run.load(out)
-    assert under_way.info["status"] == "running"
-    status = under_way.table("study_runs").set_index(["arm", "seed"])["status"]
-    assert status.value_counts().to_dict() == {"done": 1, "not run": 5}
-    finished = out / "trainings" / "top2-seed-3" / "steps.parquet"
-    before = finished.stat().st_mtime_ns
-    resumed = in_a_process(out, "--resume")
-    assert_equal_tables(resumed, whole)
-    assert finished.stat().st_mtime_ns == before, "what was finished is not trained again"
-    assert resumed.info["tasks_resumed"] == 1
 
 
 @pytest.mark.slow
@@ -345,6 +323,7 @@ def test_ray_gives_the_same_tables(connected: str, whole: Run, config: Path, tmp
     assert_equal_tables(run, whole)
 
 
+@pytest.mark.slow
 def test_progress_goes_over_the_steps_of_all_trainings(
     config: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
@@ -439,6 +418,7 @@ def test_what_cannot_be_done_is_refused_before_any_work(
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.slow
 def test_a_folder_of_another_study_is_refused_and_overwrite_replaces_it(
     whole: Run, config: Path, tmp_path: Path
 ):
@@ -476,6 +456,7 @@ def test_a_study_that_another_process_writes_loses_nothing_to_overwrite(
     assert sorted(out.rglob("*")) == before
 
 
+@pytest.mark.slow
 def test_overwrite_replaces_a_study_whose_run_json_is_damaged(whole: Run, config: Path, tmp_path: Path):
     out = tmp_path / "run"
     shutil.copytree(whole.path, out)
@@ -555,6 +536,7 @@ def test_processes_map_the_tokens_that_the_study_encoded_once(
         assert text.data.train.rows == 4
 
 
+@pytest.mark.slow
 def test_padded_rows_have_a_loss_that_counts_pads_as_published_ones_do(tmp_path: Path):
     texts = [f"number {number} and {number * number}" for number in range(60)]
     (tmp_path / "text.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
@@ -590,6 +572,7 @@ def test_the_text_is_read_once_and_kept_with_the_study(whole: Run, config: Path)
     assert not np.array_equal(*batches)
 
 
+@pytest.mark.slow
 def test_a_training_leaves_no_model_in_memory_when_it_is_measured_nor_afterwards(
     config: Path, tmp_path: Path, monkeypatch
 ) -> None:
@@ -631,6 +614,7 @@ def test_memory_of_a_gpu_is_given_back_where_there_is_one(monkeypatch) -> None:
         assert calls == wanted
 
 
+@pytest.mark.slow
 def test_trainings_without_memory_are_one_line_and_the_same_command_repeats_them(
     config: Path, tmp_path: Path, monkeypatch
 ) -> None:

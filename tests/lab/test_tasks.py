@@ -178,6 +178,7 @@ def lab_log_likelihood(model, context: str, text: str) -> float:
     return sum(float(log_p[at - 1, whole[at]]) for at in range(len(context.encode()), len(whole)))
 
 
+@pytest.mark.slow
 def test_a_study_scores_every_training_as_its_own_log_likelihoods_do(here):
     tasks = write_task(here)
     config = tomllib.loads(write_study(here).read_text())

@@ -5,10 +5,8 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import signal
 import subprocess
 import sys
-import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -157,37 +155,6 @@ def test_a_part_given_beside_its_training_is_shown_once(trained_run: Run):
     )
     assert beside["runs"] == alone["runs"]
     assert beside["roots"] == alone["roots"]
-
-
-def test_a_real_kill_changes_no_number(trained_run: Run, tmp_path: Path):
-    config = config_file(tmp_path)
-    command = [
-        sys.executable,
-        "-m",
-        "moescope",
-        "train",
-        str(config),
-        "--out",
-        str(tmp_path / "run"),
-        "--device",
-        "cpu",
-    ]
-    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
-    state = tmp_path / "run" / "checkpoints" / "training_state.pt"
-    until = time.monotonic() + 120
-    while not state.exists() and process.poll() is None and time.monotonic() < until:
-        time.sleep(0.002)
-    process.send_signal(signal.SIGKILL)
-    process.communicate()
-    assert process.returncode == -signal.SIGKILL, "it had ended before it could be killed"
-    assert json.loads((tmp_path / "run" / "run.json").read_text())["status"] == "running"
-    resumed = train(out=tmp_path / "run", resume=True, device="cpu", quiet=True)
-    assert isinstance(resumed, Run)
-    assert resumed.table("steps")[LOSSES].equals(trained_run.table("steps")[LOSSES])
-    assert resumed.table("evaluations").equals(trained_run.table("evaluations"))
-    assert resumed.table("load").equals(trained_run.table("load"))
-    last = "checkpoints/step-12/model.safetensors"
-    assert (resumed.path / last).read_bytes() == (trained_run.path / last).read_bytes()
 
 
 def test_overwrite_begins_anew_and_leaves_other_peoples_files(trained_run: Run, tmp_path: Path):

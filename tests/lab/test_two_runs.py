@@ -12,6 +12,8 @@ from moescope.reporting.verb import report
 from moescope.run import Run
 from reporting.test_browser import bring
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(scope="module")
 def two(trained_run: Run, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Run]:

@@ -105,7 +105,8 @@ class Claim:
     at_most: float | None = None  # of a ratio: confirmed by an interval below, refuted by one above it
     of: tuple[str, ...] = ()  # of "least": the claims whose weakest number it is
     require: dict[str, Any] = field(default_factory=dict)  # column -> condition, of every training
-    note: str = ""
+    registered: bool = True  # false: chosen after a look at the data, so it decides nothing
+    note: str = ""  # why it was chosen then
 
     @property
     def sign(self) -> int:
@@ -632,8 +633,9 @@ def learned(studies: Studies, what: Quantity) -> bool:
 
 
 def unmet(claim: Claim, what: Quantity, studies: Studies) -> list[str]:
-    """Return the requirements that a training of the claim's arms does not meet."""
-    found = []
+    """Return what forbids a verdict: a claim chosen later, requirements that a training does not meet."""
+    later = ": ".join(filter(None, ("chosen after a look at the data", claim.note)))
+    found = [] if claim.registered else [later]
     for column, condition in claim.require.items():
         compare, limit = condition_of(condition, claim.id)
         seeds = len(values_by_seed(studies, what)[0])

@@ -22,7 +22,7 @@ from typing import TypeVar
 
 from moescope.decoder.vocabulary import Vocabulary, load_vocabulary, make_vocabulary
 from moescope.errors import BadInput
-from moescope.execution.texts import STDIN, Content, Source, existing, is_hub_text, sources
+from moescope.execution.texts import STDIN, Source, existing, is_hub_text, sources
 from moescope.lab.config import DataConfig, LabConfig
 
 BYTES_PER_DOMAIN = 1_000_000
@@ -112,8 +112,6 @@ def corpus_of(
 
 def split(documents: list[Document], validation_share: float) -> Corpus:
     """Split documents by a hash of their group, independent of their order and of other documents."""
-    if not 0 < validation_share < 1:
-        raise BadInput(f"validation_share {validation_share}: must lie between 0 and 1, such as 0.1")
     domains = tuple(dict.fromkeys(document.domain for document in documents))
     placed = {
         name: sorted((place(d.group), d.text) for d in documents if d.domain == name) for name in domains
@@ -196,8 +194,8 @@ def limited(documents: Iterable[Text], most: float) -> Iterator[Text]:
 def read_corpus(data: DataConfig) -> Corpus:
     """Return the embedded corpus, or that of the config's text."""
     if not data.text and not data.domains:
-        share = max(data.max_bytes // len(EMBEDDED), 1) if data.max_bytes else BYTES_PER_DOMAIN
-        return embedded_corpus(share, data.validation_share)
+        each = max(data.max_bytes // len(EMBEDDED), 1) if data.max_bytes else BYTES_PER_DOMAIN
+        return embedded_corpus(each, data.validation_share)
     opened = sources(data.text, [f"{name}={path}" for name, path in data.domains.items()], None)
     most = max(data.max_bytes // len(opened), 1) if data.max_bytes else math.inf
     if data.validation:
@@ -218,32 +216,23 @@ def check_texts(data: DataConfig) -> None:
 
 def text_warnings(config: LabConfig, corpus: Corpus, vocabulary: Vocabulary) -> list[str]:
     """Return warnings about unused vocabulary entries and domains of a single document."""
-    entries, size, cut = config.model.vocabulary, vocabulary.size, ", ".join(corpus.cut)
+    entries, size = config.model.vocabulary, vocabulary.size
     remedy = "give more text" if config.data.vocabulary == "bpe" else 'set vocabulary = "bpe" in [data]'
-    which = f"domain {cut} is" if len(corpus.cut) == 1 else f"domains {cut} are each"
-    problems = (
-        (
-            (entries - size) * FEW_UNUSED > entries,
-            f"the vocabulary has {size:,} entries, not the {entries:,} of [model] vocabulary; "
-            f"lower it, or {remedy}",
-        ),
-        (
-            len(cut) > 0,
-            f"{which} one document: its end is the validation text, perhaps easier than another document",
-        ),
-    )
-    return [words for present, words in problems if present]
+    warnings = [
+        f"domain {name} is one document: its end is the validation text, perhaps easier than another document"
+        for name in corpus.cut
+    ]
+    if (entries - size) * FEW_UNUSED <= entries:
+        return warnings
+    few = f"the vocabulary has {size:,} entries, not the {entries:,} of [model] vocabulary; lower it, or "
+    return [few + remedy, *warnings]
 
 
 def texts_of(source: Source, most: float) -> Iterator[str]:
     """Yield a source's texts, of a conversation its turns, until that many bytes are reached."""
-
-    def text_of(content: Content) -> str:
-        if isinstance(content, str):
-            return content
-        return "\n".join(str(turn.get("content", "")) for turn in content if isinstance(turn, dict))
-
-    return limited(map(text_of, source.read()), most)
+    turns = ([{"content": one}] if isinstance(one, str) else one for one in source.read())
+    texts = ("\n".join(str(turn.get("content", "")) for turn in of if isinstance(turn, dict)) for of in turns)
+    return limited(texts, most)
 
 
 def training_vocabulary(config: LabConfig, corpus: Corpus, origin: str | None = None) -> Vocabulary:
@@ -311,17 +300,15 @@ def topic_groups(topics: dict[str, str]) -> dict[str, str]:
     Some topics repeat sections of a longer one: split separately, training would see validation text. A
     group's place is that of its member farthest from validation.
     """
+    from scipy.cluster.hierarchy import DisjointSet
+
     holders: dict[tuple[str, str], str] = {}
-    joined = {name: {name} for name in topics}  # one set per group, shared by its members
+    groups = DisjointSet(topics)
     for name in sorted(topics):
         lines = [line for line in map(str.strip, topics[name].splitlines()) if len(line) >= LONG_LINE]
         for passage in itertools.pairwise(lines):
-            other = holders.setdefault(passage, name)
-            if joined[other] is not joined[name]:
-                joined[other] |= joined[name]
-                for member in joined[name]:
-                    joined[member] = joined[other]
-    return {name: max((f"topic {member}" for member in joined[name]), key=place) for name in topics}
+            groups.merge(holders.setdefault(passage, name), name)
+    return {name: max((f"topic {member}" for member in groups.subset(name)), key=place) for name in topics}
 
 
 def docstrings(path: Path) -> str:
@@ -388,8 +375,7 @@ def as_json(rows: list[dict[str, str | int]]) -> str:
 
 
 def as_table(rows: list[dict[str, str | int]]) -> str:
-    lines = [",".join(rows[0]), *(",".join(map(str, row.values())) for row in rows)]
-    return "\n".join(lines) + "\n"
+    return "".join(",".join(map(str, line)) + "\n" for line in (rows[0], *(row.values() for row in rows)))
 
 
 def as_settings(rows: list[dict[str, str | int]]) -> str:

@@ -8,11 +8,12 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, cast
 
+import numpy as np
 import pandas as pd
 
 from moescope.errors import BadInput
 from moescope.lab.figures import ALONG, ARMS, CURVES, OVERALL, OVERHEAD
-from moescope.lab.study_statistics import of_question, with_arm_tables
+from moescope.lab.study_statistics import UNTRAINED, of_question, with_arm_tables
 from moescope.lab.tables import TABLES
 from moescope.plotting.style import capital, counted, listed, number
 from moescope.reporting.pack import table_payload
@@ -262,7 +263,7 @@ def summary(run: Run) -> Summary:
         part = of_question(tables, question)
         found: list[str] = []
         if len(part["study_comparisons"]) > 1:
-            found += question_findings(part["study_comparisons"], question)
+            found += question_findings(part["study_comparisons"], part["study_runs"], question)
         if question == "sweep":
             found += target_findings(part["study_arms"])
         sentences += [Finding(text, section=f"question-{question}") for text in found]
@@ -293,13 +294,16 @@ def key_numbers(tables: Tables) -> list[KeyNumber]:
     return [*numbers, done]
 
 
-def question_findings(comparisons: pd.DataFrame, question: str) -> list[str]:
+def question_findings(comparisons: pd.DataFrame, runs: pd.DataFrame, question: str) -> list[str]:
     """State each arm that is better or worse, and for the others the detectable difference."""
     reference, known = reference_of(comparisons), comparisons[comparisons["difference"].notna()]
     label = "" if question == "main" else f"{capital(question)}: "
     limit = MAX_CLAIMS if question == "main" else MAX_OTHER_CLAIMS
+    untold = comparisons["verdict"] == UNTRAINED
+    without = loss_words(comparisons if known.empty else comparisons[untold], runs)
     if known.empty:
-        return [f"{label}No arm can be compared with {reference} yet."]
+        losses = f"; mean losses: {without} nats per token" if without else " yet"
+        return [f"{label}No arm can be compared with {reference}{losses}."]
     claimed = known[known["verdict"].isin(["better", "worse"])]
     claimed = claimed.sort_values("difference", key=abs, ascending=False)
     said = [
@@ -329,12 +333,21 @@ def question_findings(comparisons: pd.DataFrame, question: str) -> list[str]:
         said.append(
             f"{label}Every seed gave the same difference from {reference} for {names(rows)}: no test."
         )
+    if without:
+        said.append(f"{label}Not compared with {reference}: {without} nats per token.")
     if len(rows := known[known["seeds"] < most]):
         said.append(
             f"{label}Missing seeds of {reference}: {names(rows)}, compared on {seeds(rows)}; an arm "
             "that fails where it does badly looks better than it is."
         )
     return said
+
+
+def loss_words(comparisons: pd.DataFrame, runs: pd.DataFrame) -> str:
+    """Return the mean loss of each arm that was trained, and why it enters no comparison."""
+    losses = runs[runs["status"] == "done"].groupby("arm")["validation_loss"].agg(list)
+    rows = [row for row in comparisons.itertuples() if row.arm in losses]
+    return ", ".join(f"{row.arm} {number(np.mean(losses[row.arm]))} ({row.verdict})" for row in rows)
 
 
 def difference_words(row: dict[str, Any]) -> str:

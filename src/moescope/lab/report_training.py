@@ -28,10 +28,10 @@ from moescope.routing.report_monitor import (
 )
 from moescope.run import Run
 from moescope.verb import (
+    Drawable,
     Finding,
     KeyNumber,
     LayerCards,
-    Payload,
     Section,
     Selection,
     Summary,
@@ -45,6 +45,13 @@ BASE_COLUMNS = (
     *("difference", "difference_low", "difference_high"),
     *("trained_minus", "trained_minus_low", "trained_minus_high"),
 )
+BASE_SECTION = (
+    *("base", "Against the untouched model"),
+    "Loss on held-out documents, by domain, against the untouched model.",
+)
+TASK_SECTION = "tasks", "Tasks", "Results of lm-eval for the base and the trained model."
+LOSS_SECTION = "losses", "Training curves", "Loss on held-out text, by step and by domain."
+KEY_SECTION = "keys", "Keys", "Load and keys of the middle layer; chance: random routing, random keys."
 KEY_COLUMNS = ("layer", "metric", "value", "chance", "chance_spread", "collapse")
 
 
@@ -290,35 +297,35 @@ def sections(run: Run, selection: Selection) -> list[Section]:
         raise BadInput(f"{run.path}: this training has not written anything yet; wait, or repeat its command")
     tables = select(run, selection)
     losses = drawable(LOSSES, tables)
-    parts = [Section("overview", "Training curves", figures=losses[:1], tab="overview")]
-    if "base_losses" in tables:
-        words = "Loss on held-out documents, by domain, against the untouched model."
-        shown = [table_of("base_losses", tables, BASE_COLUMNS, "All models")]
-        parts.append(
-            Section("base", "Against the untouched model", words, drawable([BASE_LOSSES], tables), shown)
-        )
-    if "task_results" in tables:
-        table = TRAIN_TABLES["task_results"]
-        shown = [table_of("task_results", tables, (*table.keys, *table.values), "All tasks")]
-        words = "Results of lm-eval for the base and the trained model."
-        parts.append(Section("tasks", "Tasks", words, tables=shown))
-    words = "Loss on held-out text, by step and by domain."
-    shown = [table_of("steps", tables, STEP_COLUMNS, "All steps")]
-    parts.append(Section("losses", "Training curves", words, losses, shown))
+    parts = [
+        Section("overview", "Training curves", figures=losses[:1], tab="overview"),
+        *of_table(tables, "base_losses", BASE_COLUMNS, "All models", BASE_SECTION, [BASE_LOSSES]),
+        *of_table(tables, "task_results", None, "All tasks", TASK_SECTION),
+        *of_table(tables, "steps", STEP_COLUMNS, "All steps", LOSS_SECTION, LOSSES),
+    ]
     if {"load", "routing_layers"} <= set(tables) and len(tables["load"]) and is_routed(run):
         parts += [load_section(run, []), *diagnostic_sections(run)]
     parts += gradient_sections(run)
-    if "key_metrics" in tables:
-        shown = [table_of("key_metrics", tables, KEY_COLUMNS, "At the end of training")]
-        words = "Load and keys of the middle layer; chance: random routing, random keys."
-        parts.append(Section("keys", "Keys", words, tables=shown))
+    parts += of_table(tables, "key_metrics", KEY_COLUMNS, "At the end of training", KEY_SECTION)
     if speed := drawable(SPEED, tables):
         parts.append(Section("speed", "Gradient norm and speed", "Measured during training.", speed))
     return parts
 
 
-def table_of(name: str, tables: Tables, columns: Sequence[str], title: str) -> Payload:
-    return table_payload(TRAIN_TABLES[name], tables[name], columns, title)
+def of_table(
+    tables: Tables,
+    name: str,
+    columns: Sequence[str] | None,
+    title: str,
+    words: tuple[str, str, str],
+    figures: Sequence[Drawable] = (),
+) -> list[Section]:
+    """Return the section of a table, with anchor, title and text, if the run has the table."""
+    if name not in tables:
+        return []
+    table = TRAIN_TABLES[name]
+    payload = table_payload(table, tables[name], columns or (*table.keys, *table.values), title)
+    return [Section(*words, drawable(figures, tables), [payload])]
 
 
 def experts(run: Run) -> Iterator[LayerCards]:

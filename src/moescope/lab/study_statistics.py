@@ -273,8 +273,10 @@ def values(
     comparisons: pd.DataFrame, done: pd.DataFrame, runs: pd.DataFrame, axes: pd.DataFrame | None
 ) -> pd.DataFrame:
     """Return loss and load of each question's arms along its axes; null at values without a result."""
-    parts = []
-    for question, rows in comparisons.groupby("question", sort=False) if axes is not None else ():
+    parts: list[pd.DataFrame] = []
+    if axes is None:
+        return rows_of("study_values", pd.DataFrame())
+    for question, rows in comparisons.groupby("question", sort=False):
         level = rows.loc[rows["arm"] == rows["reference"], "mean"].astype(float).mean()
         for places in axis_frames(axes[axes["arm"].isin(rows["arm"])], runs, str(question)):
             numbers = done.astype(dict.fromkeys(("load_cv", "load_cv_chance"), float))

@@ -11,6 +11,8 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
+import numpy as np
+
 from moescope.arguments import choose_device
 from moescope.errors import BadInput
 from moescope.execution.model_names import checkpoint_identity
@@ -247,7 +249,7 @@ def training_size(
     """
     train = config.train
     tokens_per_step = train.batch_size * train.sequence_length
-    size = {
+    size: dict[str, Any] = {
         "warnings": settings_warnings(train),
         "steps": train.steps,
         "tokens_per_step": tokens_per_step,
@@ -265,14 +267,13 @@ def training_size(
     from moescope.decoder.routers import router_class
     from moescope.decoder.saving import layout_of
 
-    counts, frozen = parameter_counts(config.model), None
-    if config.model.frozen_experts:
-        frozen = "frozen: the experts keep their initial weights"
-    elif router_class(config.model.router).expects_frozen_experts:
-        frozen = (
-            "frozen: nothing; SoME's experts are meant to be frozen: set [model] frozen_experts = true, "
-            "or use a preset of block some"
-        )
+    counts, expects = parameter_counts(config.model), router_class(config.model.router).expects_frozen_experts
+    nothing = (
+        "frozen: nothing; SoME's experts are meant to be frozen: set [model] frozen_experts = true, or use a "
+        "preset of block some"
+    )
+    all_experts = "frozen: the experts keep their initial weights"
+    frozen = all_experts if config.model.frozen_experts else nothing if expects else None
     return {
         "router": config.model.router,
         "parameters_total": counts.total,
@@ -549,20 +550,15 @@ def traced_checkpoints(saved: list[dict[str, Any]], parameters: int) -> list[dic
     """Return the last checkpoint; of a small model up to MOST_TRACED, evenly spaced."""
     if parameters > SMALL:
         return saved[-1:]
-    if len(saved) <= MOST_TRACED:
-        return saved
-    apart = (len(saved) - 1) / (MOST_TRACED - 1)
-    return [saved[round(at * apart)] for at in range(MOST_TRACED)]
+    places = np.linspace(0, len(saved) - 1, min(len(saved), MOST_TRACED))
+    return [saved[round(at)] for at in places]
 
 
 def config_remedy(name: str) -> str:
     """Where a key of the config is set, for those who give it as an option."""
-    configs = [vars(LabConfig()), vars(ExistingConfig())]
-    tables = dict.fromkeys(
-        part for config in configs for part, settings in config.items() if name in vars(settings)
-    )
-    keys = " or ".join(f"[{part}] {name}" for part in tables)
-    return f"set {keys} in a file: moescope train CONFIG.TOML" if tables else ""
+    tables = {**vars(ExistingConfig()), **vars(LabConfig())}
+    keys = " or ".join(f"[{part}] {name}" for part in tables if hasattr(tables[part], name))
+    return f"set {keys} in a file: moescope train CONFIG.TOML" if keys else ""
 
 
 VERB = Verb(
