@@ -16,6 +16,20 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
+from moescope.families import MODELS
+from moescope.families.lab import LAB
+from moescope.families.replaced import REPLACED
+
+# transformers has no model of the name kimi_k2; it is a DeepSeek V3
+KINDS = sorted(set(MODELS) - {"kimi_k2", *LAB.models, *REPLACED.models})
+# For every set of names that blocks have in memory and not as saved, one model that has them.
+OTHERWISE_IN_MEMORY = (
+    *("afmoe", "deepseek_v2", "deepseek_v3", "ernie4_5_moe", "glm4v_moe", "granitemoe", "hunyuan_v1_moe"),
+    *("hy_v3", "jamba", "lfm2_moe", "mimo_v2_flash", "minimax_m2", "mixtral", "phimoe", "qwen2_moe"),
+    *("qwen3_5_moe", "qwen3_moe", "solar_open"),
+)
+CASES = [(kind, "saved") for kind in KINDS] + [(kind, "memory") for kind in OTHERWISE_IN_MEMORY]
+
 SIZES: dict[str, Any] = {
     "hidden_size": 16,
     "d_model": 16,
