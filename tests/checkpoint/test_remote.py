@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -31,9 +29,8 @@ def folder(tmp_path):
 
 @pytest.fixture
 def server(folder, monkeypatch):
-    monkeypatch.setattr(
-        remote_module, "FIRST_BYTES", 4096
-    )  # as small against these files as 64 KiB are against real ones
+    # as small against these files as 64 KiB are against real ones
+    monkeypatch.setattr(remote_module, "FIRST_BYTES", 4096)
     with serving(folder.parent) as running:
         yield running
 
@@ -243,78 +240,68 @@ def test_a_bin_file_on_a_server_is_refused(server, folder):
 # --- the hub
 
 
-def on_the_hub(server: FileServer, home: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    """The command line with the hub's address set to the stand-in.
+@pytest.fixture
+def ask_hub(monkeypatch, tmp_path):
+    """A function that puts a stand-in in the place of the hub, with a cache of its own."""
+    from huggingface_hub import HfFileSystem, constants
 
-    It is read when the library is imported.
-    """
-    environment = {
-        **os.environ,
-        "HF_ENDPOINT": server.url,
-        "HF_HOME": str(home),
-        "HF_HUB_DISABLE_TELEMETRY": "1",
-    }
-    environment.pop("HF_HUB_OFFLINE", None)
-    return subprocess.run(
-        [sys.executable, "-m", "moescope", *arguments],
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=120,
-        cwd=home,
-    )
+    def at(server: FileServer) -> Path:
+        cache = tmp_path / "home" / "hub"
+        template = constants.HUGGINGFACE_CO_URL_TEMPLATE.removeprefix(constants.ENDPOINT)
+        monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", server.url + template)
+        monkeypatch.setattr(constants, "ENDPOINT", server.url)
+        monkeypatch.setattr(constants, "HF_HUB_CACHE", str(cache))
+        monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+        HfFileSystem.clear_instance_cache()
+        return cache
+
+    yield at
+    HfFileSystem.clear_instance_cache()
 
 
 @pytest.fixture
-def hub(folder):
+def hub(folder, ask_hub):
     with serving(folder, hub=True) as running:
+        ask_hub(running)
         yield running
 
 
 @pytest.mark.parametrize(
-    ("model", "extra", "commit"),
+    ("model", "revision", "commit"),
     [
-        ("tiny/moe", [], "main"),
-        ("tiny/moe@step1000", [], "step1000"),
-        ("tiny/moe", ["--revision", "step1000"], "step1000"),
-        ("hf://tiny/moe", [], "main"),
+        ("tiny/moe", None, "main"),
+        ("tiny/moe@step1000", None, "step1000"),
+        ("tiny/moe", "step1000", "step1000"),
+        ("hf://tiny/moe", None, "main"),
     ],
 )
-def test_a_hub_id_is_read_at_the_commit_its_revision_names(tmp_path, hub, model, extra, commit):
-    done = on_the_hub(hub, tmp_path, "inspect", model, *extra, "--json")
-    assert done.returncode == 0, done.stderr
-    facts = json.loads(done.stdout)
-    assert facts["revision"] == COMMITS[commit]
-    assert facts["experts"] == 8
-    assert len(facts["moe_layers"]) == LAYERS
+def test_a_hub_id_is_read_at_the_commit_its_revision_names(hub, model, revision, commit):
+    moe = read_moe(open_checkpoint(model, revision))
+    assert moe.checkpoint.revision == COMMITS[commit]
+    assert {weights.n_experts for weights in moe.layers.values()} == {8}
+    assert len(moe.layers) == LAYERS
     assert all("resolve/main" not in request for request in hub.requests)
 
 
-def test_scanning_a_layer_from_the_hub_fetches_its_ranges_and_is_resumable_by_identity(tmp_path, folder, hub):
-    done = on_the_hub(
-        hub, tmp_path, "scan", "tiny/moe@step1000", "--layers", "5", "--out", "run", "--no-report"
-    )
-    assert done.returncode == 0, done.stderr
-    assert hub.sent < 0.2 * weight_bytes(folder) + 4 * 65536
-    info = json.loads((tmp_path / "run" / "run.json").read_text())
-    assert info["checkpoints"][0]["path"] == "hf://tiny/moe"
-    assert info["checkpoints"][0]["revision"] == COMMITS["step1000"]
-    again = on_the_hub(
-        hub, tmp_path, "scan", "tiny/moe@step1000", "--layers", "5", "--out", "run", "--no-report"
-    )
-    assert "already complete" in again.stdout
+def test_scanning_a_layer_from_the_hub_fetches_its_ranges_and_is_done_once(tmp_path, folder, hub):
+    written = []
+    for _ in range(2):
+        run = scan("tiny/moe@step1000", layers=5, out=tmp_path / "run", quiet=True)
+        written.append((run.path / "run.json").read_bytes())
+        (checkpoint,) = run.info["checkpoints"]
+        assert (checkpoint["path"], checkpoint["revision"]) == ("hf://tiny/moe", COMMITS["step1000"])
+    assert hub.sent < 2 * (0.2 * weight_bytes(folder) + 4 * 65536)
+    assert written[0] == written[1], "the second scan reads headers alone"
 
 
 @pytest.mark.parametrize(
     ("model", "part"),
     [("tiny/other", "the hub has no such model"), ("tiny/moe@nowhere", "no such revision")],
 )
-def test_a_hub_id_that_leads_nowhere_is_one_line_and_exit_code_2(tmp_path, hub, model, part):
-    done = on_the_hub(hub, tmp_path, "inspect", model)
-    assert done.returncode == 2
-    assert len(done.stderr.splitlines()) == 1
-    assert model in done.stderr
-    assert part in done.stderr
+def test_a_hub_id_that_leads_nowhere_is_one_line(hub, model, part):
+    message = refusal(model)
+    assert model in message
+    assert part in message
 
 
 def test_a_mistyped_folder_is_not_looked_for_on_the_hub(tmp_path, folder, monkeypatch):
@@ -337,26 +324,21 @@ def test_a_revision_of_a_folder_is_refused(folder):
 @pytest.mark.parametrize(
     "kept", [["model-00001-of-00003.safetensors"], ["config.json", "model-00001-of-00003.safetensors"]]
 )
-def test_a_part_of_a_model_in_the_hub_s_cache_does_not_pass_for_the_model(tmp_path, folder, hub, kept):
-    commit = COMMITS["main"]
-    snapshot = tmp_path / "home" / "hub" / "models--tiny--moe" / "snapshots" / commit
+def test_a_part_of_a_model_in_the_hub_s_cache_does_not_pass_for_the_model(folder, hub, ask_hub, kept):
+    snapshot = ask_hub(hub) / "models--tiny--moe" / "snapshots" / COMMITS["main"]
     snapshot.mkdir(parents=True)
     for name in kept:
         (snapshot / name).symlink_to(folder / name)
-    done = on_the_hub(hub, tmp_path / "home", "inspect", "tiny/moe", "--json")
-    assert done.returncode == 0, done.stderr
-    assert len(json.loads(done.stdout)["moe_layers"]) == LAYERS
+    assert len(read_moe(open_checkpoint("tiny/moe")).layers) == LAYERS
 
 
-def test_a_model_in_the_hub_s_cache_is_read_from_there_without_the_hub(tmp_path, folder):
+def test_a_model_in_the_hub_s_cache_is_read_from_there_without_the_hub(tmp_path, folder, ask_hub):
     commit = COMMITS["main"]
-    cache = tmp_path / "home" / "hub" / "models--tiny--moe"
-    (cache / "refs").mkdir(parents=True)
-    (cache / "refs" / "main").write_text(commit)
-    (cache / "snapshots").mkdir()
-    (cache / "snapshots" / commit).symlink_to(folder)
     with serving(tmp_path) as nothing:
         nothing.status = 503
-        done = on_the_hub(nothing, tmp_path / "home", "inspect", "tiny/moe", "--json")
-    assert done.returncode == 0, done.stderr
-    assert json.loads(done.stdout)["revision"] == commit
+        cache = ask_hub(nothing) / "models--tiny--moe"
+        (cache / "refs").mkdir(parents=True)
+        (cache / "refs" / "main").write_text(commit)
+        (cache / "snapshots").mkdir()
+        (cache / "snapshots" / commit).symlink_to(folder)
+        assert open_checkpoint("tiny/moe").revision == commit

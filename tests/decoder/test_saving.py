@@ -147,14 +147,19 @@ def test_a_saved_checkpoint_replaces_the_one_before_and_is_known_as_the_labs(tmp
     assert not is_lab_checkpoint(tmp_path)
 
 
-@pytest.mark.parametrize("size", [10**6, 10**15, 10**400], ids=["1e6", "1e15", "1e400"])
-@pytest.mark.parametrize("key", ["layers", "d_model", "d_ff", "experts", "vocabulary", "max_positions"])
+SIZES = ("layers", "d_model", "d_ff", "experts", "vocabulary", "max_positions")
+
+
+@pytest.mark.parametrize(
+    ("key", "size"),
+    # a model of 1e6 positions is possible
+    [(key, size) for key in SIZES for size in (10**6, 10**15, 10**400)[key == "max_positions" :]],
+    ids=lambda value: value if isinstance(value, str) else f"1e{len(str(value)) - 1}",
+)
 def test_a_config_whose_sizes_are_not_those_of_the_tensors_takes_no_memory(
     key: str, size: int, tmp_path: Path
 ):
     save_model(tiny(), Bytes(), tmp_path / "saved")
-    if key == "max_positions" and size == 10**6:
-        return  # a model of so many positions is possible
     path = tmp_path / "saved" / "config.json"
     config = json.loads(path.read_text())
     config["moescope_lab"][key] = size

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import time
-
 import pytest
 
 from moescope.errors import BadInput
@@ -67,10 +65,8 @@ def test_a_template_that_does_not_end_is_stopped(tokenizer, monkeypatch):
     nested = "{% for i in range(99999) %}" * 4 + "{% endfor %}" * 4
     tokenizer.chat_template = nested
     template = ChatTemplate("model", tokenizer)
-    start = time.monotonic()
-    with pytest.raises(BadInput, match=r"took over 0\.5 seconds"):
+    with pytest.raises(BadInput, match=r"took over 0\.5 seconds"):  # left alone it would take years
         template.tokenize(CHAT)
-    assert time.monotonic() - start < 20
     assert template.child.poll() is not None
 
 

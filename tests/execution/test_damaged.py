@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 import shutil
-import struct
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -24,7 +23,7 @@ from moescope.weights.verb import scan
 from routing.tiny_text import save_model, save_tokenizer, texts, write_jsonl
 
 ONE = "model.safetensors"
-FIRST, SECOND = shard_name(0, 2), shard_name(1, 2)
+SECOND = shard_name(1, 2)
 KINDS = ("mixtral", "qwen3_moe", "deepseek_v3", "gpt_oss")
 BLOCK = "model.layers.1.block_sparse_moe"
 ROUTER = f"{BLOCK}.gate.weight"
@@ -86,24 +85,7 @@ def test_the_whole_models_are_read_by_every_verb(whole, tmp_path):
         assert set(damaged(whole, kind, tmp_path / kind, lambda model: None).values()) == {""}
 
 
-# --- files and headers
-
-
-def header(path: Path) -> tuple[dict[str, Any], bytes]:
-    raw = path.read_bytes()
-    length = int.from_bytes(raw[:8], "little")
-    return json.loads(raw[8 : 8 + length]), raw[8 + length :]
-
-
-def edit_header(path: Path, edit: Callable[[dict[str, Any]], Any]) -> None:
-    entries, data = header(path)
-    edit(entries)
-    text = json.dumps(entries).encode()
-    path.write_bytes(struct.pack("<Q", len(text)) + text + data)
-
-
-def some_tensor(entries: dict[str, Any]) -> dict[str, Any]:
-    return entries[ROUTER]
+# --- files and tensors
 
 
 def rewrite(path: Path, edit: Callable[[dict[str, torch.Tensor]], Any]) -> None:
@@ -113,89 +95,20 @@ def rewrite(path: Path, edit: Callable[[dict[str, torch.Tensor]], Any]) -> None:
 
 
 FILE_DAMAGES: dict[str, tuple[str, Damage]] = {
-    "empty file": ("mixtral", lambda m: (m / ONE).write_bytes(b"")),
     "no file": ("mixtral", lambda m: (m / ONE).unlink()),
-    "seven bytes": ("mixtral", lambda m: (m / ONE).write_bytes(b"\x01" * 7)),
     "header cut": ("mixtral", lambda m: (m / ONE).write_bytes((m / ONE).read_bytes()[:100])),
-    "data cut": ("mixtral", lambda m: (m / ONE).write_bytes((m / ONE).read_bytes()[:-100])),
-    "data too long": ("mixtral", lambda m: (m / ONE).write_bytes((m / ONE).read_bytes() + b"x" * 64)),
-    "header length 2^60": ("mixtral", lambda m: (m / ONE).write_bytes(struct.pack("<Q", 2**60) + b"{}")),
-    "header is a list": ("mixtral", lambda m: (m / ONE).write_bytes(struct.pack("<Q", 2) + b"[]")),
-    "header is not JSON": ("mixtral", lambda m: (m / ONE).write_bytes(struct.pack("<Q", 4) + b"\xff{}\x00")),
-    "git lfs pointer": ("mixtral", lambda m: (m / ONE).write_text("version https://git-lfs.github.com/spec")),
-    "a folder": ("mixtral", lambda m: ((m / ONE).unlink(), (m / ONE).mkdir())),
-    "offsets beyond the file": (
-        "mixtral",
-        lambda m: edit_header(m / ONE, lambda e: some_tensor(e).update(data_offsets=[0, 2**40])),
-    ),
-    "offsets reversed": (
-        "mixtral",
-        lambda m: edit_header(m / ONE, lambda e: some_tensor(e)["data_offsets"].reverse()),
-    ),
-    "offsets as text": (
-        "mixtral",
-        lambda m: edit_header(m / ONE, lambda e: some_tensor(e).update(data_offsets=["0", "1"])),
-    ),
-    "another dtype of the same size": (
-        "mixtral",
-        lambda m: edit_header(m / ONE, lambda e: some_tensor(e).update(dtype="I32")),
-    ),
-    "unknown dtype": ("mixtral", lambda m: edit_header(m / ONE, lambda e: some_tensor(e).update(dtype="Q7"))),
-    "a dtype of half the size": (
-        "mixtral",
-        lambda m: edit_header(m / ONE, lambda e: some_tensor(e).update(dtype="BF16")),
-    ),
-    "shape transposed": (
-        "mixtral",
-        lambda m: edit_header(m / ONE, lambda e: some_tensor(e)["shape"].reverse()),
-    ),
-    "shape flattened": (
-        "mixtral",
-        lambda m: edit_header(m / ONE, lambda e: some_tensor(e).update(shape=[64])),
-    ),
-    "negative shape": (
-        "mixtral",
-        lambda m: edit_header(m / ONE, lambda e: some_tensor(e).update(shape=[-4, -16])),
-    ),
-    "shape of 10^30": (
-        "mixtral",
-        lambda m: edit_header(m / ONE, lambda e: some_tensor(e).update(shape=[10**30, 16])),
-    ),
     "missing shard": ("sharded", lambda m: (m / SECOND).unlink()),
-    "shards exchanged": (
-        "sharded",
-        lambda m: ((m / FIRST).rename(m / "x"), (m / SECOND).rename(m / FIRST), (m / "x").rename(m / SECOND)),
-    ),
-    "a shard twice": ("sharded", lambda m: shutil.copy(m / FIRST, m / SECOND)),
-    "an index that names an absent file": (
-        "sharded",
-        lambda m: edit_json(m / INDEX, weight_map={"model.norm.weight": "absent.safetensors"}),
-    ),
-    "an index of absent tensors": (
-        "sharded",
-        lambda m: edit_json(m / INDEX, weight_map={"x": FIRST, "y": SECOND}),
-    ),
-    "an index outside its folder": (
-        "sharded",
-        lambda m: edit_json(m / INDEX, weight_map={"x": "../../etc/passwd"}),
-    ),
-    "an index of numbers": ("sharded", lambda m: edit_json(m / INDEX, weight_map={"x": 7})),
-    "an index without a map": ("sharded", lambda m: (m / INDEX).write_text("{}")),
     "an index that is not JSON": ("sharded", lambda m: (m / INDEX).write_text("{")),
-    "an index that is a list": ("sharded", lambda m: (m / INDEX).write_text("[]")),
-    "deep JSON in the index": ("sharded", lambda m: (m / INDEX).write_text("[" * 100_000)),
 }
 
 
 @pytest.mark.parametrize("name", FILE_DAMAGES)
-def test_a_damaged_file_is_one_line_from_every_verb(name, whole, tmp_path):
+def test_a_damaged_file_is_the_same_line_from_every_verb(name, whole, tmp_path):
+    """All read by `open_checkpoint`, whose tests damage files in every way."""
     kind, damage = FILE_DAMAGES[name]
     found = damaged(whole, kind, tmp_path, damage)
     assert all(found.values()), found
-    assert len(set(found.values())) == 1, "every verb has the same reader"
-
-
-# --- tensors
+    assert len(set(found.values())) == 1
 
 
 def change_shape(name: str, *shape: int) -> Damage:

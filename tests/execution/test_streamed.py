@@ -21,7 +21,7 @@ from checkpoint.quantised.builders import (
     scheme_of,
 )
 from checkpoints import edit_json
-from families.test_parity import KINDS
+from families.tiny_models import KINDS
 from moescope import storage
 from moescope.checkpoint import open_checkpoint
 from moescope.cli import main
@@ -34,7 +34,7 @@ from moescope.routing.collectors import trace_model
 from moescope.routing.counts_to_tables import Traced
 from routing.tiny_text import save_model, texts, write_jsonl
 
-QUICK = {"mixtral", "deepseek_v3", "gpt_oss", "jamba", "qwen3_next", "switch_transformers"}
+QUICK = {"deepseek_v3", "gpt_oss", "jamba", "switch_transformers"}
 FAULTY = {
     "nllb-moe"
 }  # this version of transformers runs the wrong experts, so resident runs are rejected too
@@ -201,7 +201,7 @@ def test_states_of_several_tensors_and_stacks_survive_a_file(tmp_path, kind):
     traced_alike(*traced)
 
 
-@pytest.mark.parametrize("layer", [0, 1, 2])
+@pytest.mark.parametrize("layer", [0, 2])
 def test_an_interrupted_trace_resumes_at_its_layer(
     place, tmp_path, in_memory, too_little, monkeypatch, layer
 ):
@@ -459,7 +459,7 @@ def test_layers_that_share_state_are_rejected_by_name(tmp_path):
 # --- sharded
 
 
-@pytest.mark.parametrize("kind", ["mixtral", "deepseek_v3", "gpt_oss"])
+@pytest.mark.parametrize("kind", ["mixtral", "gpt_oss"])
 def test_a_model_over_memory_and_disk_gives_the_counts_of_a_resident_one(tmp_path, kind):
     folder = str(save_model(tmp_path / "model", kind, tokenizer=False))
     n_layers = json.loads((tmp_path / "model" / "config.json").read_text())["num_hidden_layers"]

@@ -9,8 +9,7 @@ import pytest
 import torch
 
 from compression.tiny_plans import traced
-from families.test_parity import KINDS
-from families.tiny_models import tiny_model
+from families.tiny_models import KINDS, tiny_model
 from moescope.execution.documents import Document
 from moescope.execution.evaluation import Predictions, kl_divergence
 from moescope.intervention.changes import parse_change

@@ -5,14 +5,13 @@ Each refused by its name in one line with the remedy, never mistaken for a missi
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+import moescope
 from checkpoint.quantised.builders import compressed_config, qwen, repack, scheme_of
 from checkpoints import (
     Tensors,
@@ -91,18 +90,18 @@ def test_a_scheme_is_known_by_its_tensors_where_no_config_names_it(tmp_path, par
     refused(write_checkpoint(tmp_path, instead(parts), config()), named, "experts.")
 
 
-@pytest.mark.parametrize("verb", [["inspect"], ["scan", "--out", "run"]], ids=["inspect", "scan"])
+@pytest.mark.parametrize("verb", [moescope.inspect, moescope.scan], ids=["inspect", "scan"])
 @pytest.mark.parametrize(
     "parts", [GPTQ, {"weight": torch.ones(32, 32).to(torch.float8_e4m3fn)}], ids=["GPTQ", "FP8 without scale"]
 )
-def test_the_command_line_exits_with_2_and_writes_nothing(tmp_path, verb, parts):
+def test_a_verb_rejects_it_in_one_line_and_writes_nothing(tmp_path, monkeypatch, verb, parts):
+    monkeypatch.chdir(tmp_path)
     folder = write_checkpoint(tmp_path / "model", instead(parts), config())
-    command = [sys.executable, "-m", "moescope", verb[0], str(folder), *verb[1:]]
-    shown = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, timeout=120, check=False)
-    assert (shown.returncode, shown.stdout) == (2, "")
-    assert len(shown.stderr.splitlines()) == 1
-    assert shown.stderr.startswith(f"moescope: {folder / 'model.safetensors'}: tensor model.layers.0.")
-    assert not (tmp_path / "run").exists()
+    with pytest.raises(BadInput) as caught:
+        verb(folder)
+    assert "\n" not in str(caught.value)
+    assert str(caught.value).startswith(f"{folder / 'model.safetensors'}: tensor model.layers.0.")
+    assert list(tmp_path.iterdir()) == [folder]
 
 
 @pytest.mark.parametrize(("method", "named"), [("gptq", "GPTQ"), ("awq", "AWQ")])
