@@ -11,7 +11,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -256,6 +256,40 @@ def deep_runs(tmp_path_factory: pytest.TempPathFactory) -> tuple[Run, Run]:
     return scan(model, out=folder / "scan", router="raw,centered", quiet=True), traced
 
 
+@pytest.fixture(scope="session")
+def seeded_study(tmp_path_factory: pytest.TempPathFactory) -> Run:
+    """A study of every question under five seeds; one training failed, one arm was not run."""
+    from lab.study_runs import more_arms, router_arms, study_run
+
+    return study_run(
+        tmp_path_factory.mktemp("study") / "everything",
+        arms=[*router_arms(), *more_arms()],
+        failed=(("hash", 2),),
+        not_run=("switch_top1",),
+        references={"ablation": "spectra"},
+    )
+
+
+@pytest.fixture(scope="session")
+def page_of(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Callable[[str], Path]:
+    """Kind of run -> its report, built once: page_of("scan")."""
+    from browsing import RUNS_OF
+    from moescope.reporting.verb import report
+
+    folder = tmp_path_factory.mktemp("pages")
+
+    def build(kind: str) -> Path:
+        out = folder / f"{kind}.html"
+        if not out.exists():
+            runs = request.getfixturevalue(RUNS_OF[kind])
+            report(*(runs if isinstance(runs, tuple) else [runs]), out=out)
+        return out
+
+    return build
+
+
 BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
 
 
@@ -266,9 +300,45 @@ def browser():
         if os.environ.get("MOESCOPE_REQUIRE_BROWSER"):
             pytest.fail("no Chromium on this machine, and MOESCOPE_REQUIRE_BROWSER is set")
         pytest.skip("NO BROWSER: install Chromium (apt-get install chromium) to test the report's page")
-    from playwright.sync_api import sync_playwright
+    from playwright.sync_api import expect, sync_playwright
 
+    expect.set_options(timeout=60_000)  # a busy machine takes longer than five seconds
     with sync_playwright() as playwright:
         started = playwright.chromium.launch(executable_path=path, args=["--no-sandbox", "--disable-gpu"])
         yield started
         started.close()
+
+
+@pytest.fixture(scope="session")
+def only_page(browser):
+    """The page in which every test opens its reports, at a sixth of the cost of a new one; its troubles."""
+    page, troubles = browser.new_page(), []
+    page.set_default_timeout(60_000)
+    page.on("console", lambda message: troubles.append(message.text))
+    page.on("pageerror", lambda error: troubles.append(str(error)))
+    page.on("dialog", lambda dialog: troubles.append(dialog.message) or dialog.dismiss())
+    local = ("file:", "data:", "blob:")
+    page.on("request", lambda request: request.url.startswith(local) or troubles.append(request.url))
+    return page, troubles
+
+
+@pytest.fixture
+def opened(only_page, page_of):
+    """Open a report, of a kind of run or at a path, instead of the one before.
+
+    Afterwards the page may have said nothing, and asked for nothing.
+    """
+    page, troubles = only_page
+    troubles.clear()
+
+    def open_report(report: str | Path, place: str = "#/overview", width: int = 1400, scheme: str = "light"):
+        path = report if isinstance(report, Path) else page_of(report)
+        page.goto("about:blank")
+        page.mouse.move(0, 0)
+        page.set_viewport_size({"width": width, "height": 900})
+        page.emulate_media(media="screen", color_scheme=scheme)
+        page.goto(path.as_uri() + place)
+        return page
+
+    yield open_report
+    assert troubles == []

@@ -150,7 +150,7 @@ def test_a_streamed_compression_killed_while_it_judges_resumes_at_the_pass_and_l
     whole, draw, reached = inputs / "undisturbed-streamed_compress", random.Random("judging"), set()
     assert start("attempt", "streamed_compress", inputs, whole, None) == 0
     writes = sorted(draw.sample(range(1, 120), 8))
-    for number, write in enumerate(writes if torture else writes[::3]):
+    for number, write in enumerate(writes if torture else writes[:2] + writes[-1:]):
         out = tmp_path / f"run{number}"
         assert start("judge_until", inputs, out, write) == -signal.SIGKILL
         manifest, tasks = out / "streamed" / "manifest.json", out / "parts"

@@ -1,4 +1,4 @@
-"""The report in a real browser: no error, no request, and what a reader does works."""
+"""The report of a scan in a real browser: no error, no request, and what a reader does works."""
 
 import csv
 import io
@@ -9,167 +9,33 @@ from pathlib import Path
 import pytest
 from playwright.sync_api import expect
 
+from browsing import NO_WIDER, bring, click_cell, scroll_through
 from moescope.reporting.export import export_figures
 from moescope.reporting.verb import report
 from moescope.run import Run
 from moescope.weights.figures import FIGURES, STEPS
 
-# Every visible text whose contrast with what is behind it is below 4.5, by the formula of WCAG 2.
-POOR_CONTRAST = """() => {
-  const parse = (color) => (color.match(/[\\d.]+/g) || []).map(Number);
-  const part = (value) => ((value /= 255) <= 0.03928 ? value / 12.92 : ((value + 0.055) / 1.055) ** 2.4);
-  const light = ([r, g, b]) => 0.2126 * part(r) + 0.7152 * part(g) + 0.0722 * part(b);
-  const up = function* (node) { for (; node; node = node.parentElement) yield getComputedStyle(node); };
-  const behind = (node) => {
-    for (const { backgroundColor } of up(node)) {
-      const color = parse(backgroundColor);
-      if (color.length === 3 || color[3] > 0.5) return color;
-    }
-    return [255, 255, 255];
-  };
-  const found = [];
-  for (const node of document.querySelectorAll("body *")) {
-    const own = [...node.childNodes].some((child) => child.nodeType === 3 && child.textContent.trim());
-    if (!own || !node.offsetParent || node.closest("svg, script, option")) continue;
-    const opacity = [...up(node)].reduce((product, style) => product * Number(style.opacity), 1);
-    const back = behind(node);
-    const ink = parse(getComputedStyle(node).color).slice(0, 3);
-    const front = ink.map((value, i) => value * opacity + back[i] * (1 - opacity));
-    const [a, b] = [light(front), light(back)].sort((x, y) => y - x);
-    if ((a + 0.05) / (b + 0.05) < 4.5) found.push(`${node.tagName} ${node.textContent.slice(0, 40)}`);
-  }
-  return found;
-}"""
-expect.set_options(timeout=30_000)  # a busy machine takes longer than five seconds
-
-
-@pytest.fixture(scope="module")
-def planted_report(planted_run, tmp_path_factory):
-    return report(planted_run, out=tmp_path_factory.mktemp("report") / "report.html")
-
-
-@pytest.fixture
-def opened(browser, planted_report):
-    """Opens the report at a width and colour scheme.
-
-    Afterwards no error may have been said and nothing asked for.
-    """
-    contexts, troubles, requests = [], [], []
-
-    def open_page(place="#/overview", width=1400, scheme="light"):
-        context = browser.new_context(
-            viewport={"width": width, "height": 900}, color_scheme=scheme, accept_downloads=True
-        )
-        contexts.append(context)
-        page = context.new_page()
-        page.on("console", lambda message: troubles.append(message.text))
-        page.on("pageerror", lambda error: troubles.append(str(error)))
-        page.on("request", lambda request: requests.append(request.url))
-        page.goto(planted_report.as_uri() + place)
-        return page
-
-    yield open_page
-    for context in contexts:
-        context.close()
-    assert troubles == []
-    assert [url for url in requests if not url.startswith(("file:", "data:", "blob:"))] == []
-
-
-def scroll_through(page):
-    """To every figure that is not hidden, as a reader would.
-
-    Waiting for each to be drawn when it is in view.
-    """
-    page.evaluate(
-        """async () => {
-             for (const slot of document.querySelectorAll(".figure-slot")) {
-               if (!slot.offsetParent) continue;
-               slot.scrollIntoView({ block: "center" });
-               for (let wait = 0; wait < 600 && !slot.querySelector(".plot.drawn .main-svg"); wait++)
-                 await new Promise((resolve) => setTimeout(resolve, 50));
-             }
-           }"""
-    )
-
-
-def bring(page, name):
-    """Scroll to one figure of the open tab and wait until it is drawn; all others stay undrawn."""
-    slot = page.locator(f".figure-slot[data-figure={name}]:visible").first
-    slot.scroll_into_view_if_needed()
-    expect(slot.locator(".plot.drawn .main-svg").first).to_be_visible()
-    return slot
-
-
-def click_cell(page, row, column, rows, columns):
-    """Click a cell of the map, given the numbers of its rows and columns."""
-    canvas = page.locator("canvas")
-    expect(canvas).to_be_visible()
-    layout = page.evaluate("M.map.layout()")
-    assert (layout["rows"], layout["columns"]) == (rows, columns)
-    x = layout["left"] + (column + 0.5) * layout["cellWidth"]
-    y = layout["top"] + (row + 0.5) * layout["cellHeight"]
-    canvas.click(position={"x": x, "y": y})
-
-
 # --- overview
 
 
-@pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_the_first_screen_shows_key_numbers_and_the_map(opened, scheme, planted_run):
-    page = opened(scheme=scheme)
-    canvas = page.locator("canvas")
-    expect(canvas).to_be_in_viewport(ratio=1)
-    cards = page.locator(".card")
-    assert 4 <= cards.count() <= 6
-    for index in range(cards.count()):
-        expect(cards.nth(index)).to_be_in_viewport(ratio=1)
-    keys = planted_run.verb.summary(planted_run).key_numbers
-    assert cards.locator(".name").all_text_contents() == [key.name for key in keys][: cards.count()]
-    assert page.locator(".findings-box > ol > li").count() <= 5
-    assert page.evaluate("document.documentElement.scrollWidth <= document.documentElement.clientWidth")
-    assert page.evaluate("document.documentElement.dataset.theme") == scheme
-
-
-def test_a_click_on_the_map_opens_the_expert_with_the_tables_numbers(opened, planted_run):
-    page = opened()
-    click_cell(page, 3, 5, 5, 8)
-    drawer = page.locator("#drawer")
-    expect(drawer.locator("h2")).to_have_text("L3 · E5")
-    assert page.evaluate("[M.state.get().layer, M.state.get().expert]") == [3, 5]
-    tests = planted_run.table("alignment_tests").query("layer == 3 and router == 'raw'")
-    rows = planted_run.table("alignment").query("layer == 3 and router == 'raw' and expert == 5")
-    row = rows[rows["k"] == tests["best_k"].iloc[0]].iloc[0]
-    shown = drawer.locator("tr[data-measure=alignment] b").text_content()
-    assert float(shown.replace("−", "-")) == pytest.approx(row["z_vs_shuffle"], rel=5e-3)
-    pairs = planted_run.table("similarity").query("layer == 3 and k == 1")
-    near = pairs[(pairs["expert_a"] == 5) | (pairs["expert_b"] == 5)]["cosine"].abs().max()
-    # without a chance level, the middle of the scale is the reference
-    expect(drawer.locator("tr[data-measure=margin] .soft")).to_contain_text("reference 0")
-    expect(drawer.locator("tr[data-measure=alignment] .soft")).to_contain_text("chance 0")
-    shown = drawer.locator("tr[data-measure=redundancy] b").text_content()
-    assert float(shown) == pytest.approx(near, rel=5e-3)
-    drawer.locator("a[aria-label=Close]").click()
-    expect(drawer).to_be_hidden()
-
-
 def test_a_link_reopens_the_same_state_and_back_works(opened):
-    page = opened()
+    page = opened("scan")
     click_cell(page, 2, 1, 5, 8)
     expect(page.locator("#drawer h2")).to_have_text("L2 · E1")
     page.locator("#tabs a[data-tab=weights]").click()
     expect(page.locator("#tab-weights")).to_be_visible()
     link = page.evaluate("location.hash")
-    again = opened(link)
-    expect(again.locator("#tab-weights")).to_be_visible()
-    expect(again.locator("#drawer h2")).to_have_text("L2 · E1")
     page.go_back()
     expect(page.locator("#tab-overview")).to_be_visible()
     page.go_back()
     expect(page.locator("#drawer")).to_be_hidden()
+    page = opened("scan", link)
+    expect(page.locator("#tab-weights")).to_be_visible()
+    expect(page.locator("#drawer h2")).to_have_text("L2 · E1")
 
 
 def test_the_keyboard_reaches_tabs_map_and_drawer(opened):
-    page = opened()
+    page = opened("scan")
     expect(page.locator("canvas")).to_be_visible()
     reached = set()
     for _ in range(40):
@@ -191,7 +57,7 @@ def test_the_keyboard_reaches_tabs_map_and_drawer(opened):
 
 
 def test_key_numbers_and_findings_are_of_the_selected_view(opened, planted_run):
-    page = opened()
+    page = opened("scan")
     page.locator("#top select[data-state=scan]").select_option("gate, centered router")
     keys, findings = planted_run.verb.summary(planted_run).views["gate, centered router"]
     card = page.locator(".card", has_text=keys[1].name)
@@ -200,7 +66,7 @@ def test_key_numbers_and_findings_are_of_the_selected_view(opened, planted_run):
 
 
 def test_no_line_fades_before_a_layer_is_selected(opened):
-    page = opened("#/weights")
+    page = opened("scan", "#/weights")
     figure = bring(page, "identification_by_k")
     assert set(figure.locator(".plot").evaluate("plot => plot.data.map((trace) => trace.opacity ?? 1)")) == {
         1
@@ -208,20 +74,20 @@ def test_no_line_fades_before_a_layer_is_selected(opened):
 
 
 def test_a_link_to_an_expert_that_does_not_exist_opens_nothing(opened):
-    page = opened("#/overview?layer=9&expert=24")
+    page = opened("scan", "#/overview?layer=9&expert=24")
     expect(page.locator("canvas")).to_be_visible()
     expect(page.locator("#drawer")).to_be_hidden()
 
 
 def test_the_header_stays_usable_beside_the_drawer(opened):
-    page = opened("#/overview?layer=1&expert=1")
+    page = opened("scan", "#/overview?layer=1&expert=1")
     expect(page.locator("#drawer h2")).to_have_text("L1 · E1")
     page.locator("#theme").click()  # fails if the drawer covers it
     assert page.evaluate("document.documentElement.dataset.theme") == "dark"
 
 
 def test_pointing_at_a_layer_shows_its_numbers(opened, planted_run):
-    page = opened()
+    page = opened("scan")
     expect(page.locator("canvas")).to_be_visible()
     layout = page.evaluate("M.map.layout()")
     y = layout["top"] + 1.5 * layout["cellHeight"]
@@ -232,32 +98,13 @@ def test_pointing_at_a_layer_shows_its_numbers(opened, planted_run):
     expect(page.locator(".map .tip")).to_contain_text(f"accuracy {best:.3g}")
 
 
-def test_search_leads_to_an_expert_and_to_a_figure(opened):
-    page = opened()
-    page.locator("#top input[type=search]").fill("L99 E2")
-    expect(page.locator(".results")).to_have_text("Nothing found")
-    search = page.locator("#top input[type=search]")
-    search.fill("L4 E2")
-    page.locator(".results a").first.click()
-    expect(page.locator("#drawer h2")).to_have_text("L4 · E2")
-    search.fill("identified by their router")
-    search.press("Enter")
-    expect(page.locator(".figure-slot[data-figure=identification_by_k] .plot.drawn")).to_be_visible()
-
-
-@pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_text_has_a_contrast_of_at_least_four_and_a_half(opened, scheme):
-    page = opened("#/weights?layer=2", scheme=scheme)
-    bring(page, "identification_by_k")
-    assert page.evaluate(POOR_CONTRAST) == []
-
-
 # --- tabs and figures
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("width", "scheme"), [(1400, "light"), (390, "dark")])
 def test_every_figure_is_drawn_and_nothing_is_wider_than_the_page(opened, width, scheme):
-    page = opened("#/weights?layer=3", width, scheme)
+    page = opened("scan", "#/weights?layer=3", width, scheme)
     expect(page.locator("#tab-weights .figure-slot").first).to_be_visible()
     scroll_through(page)  # first: what is drawn while a reader points at a summary may move it
     for details in page.locator("details.folded:visible, details.inner:visible").all():
@@ -270,27 +117,11 @@ def test_every_figure_is_drawn_and_nothing_is_wider_than_the_page(opened, width,
     assert wanted <= set(names)
     drawn = page.locator(".figure-slot:visible:has(.plot.drawn .main-svg)")
     expect(drawn).to_have_count(len(names))
-    assert page.evaluate("document.documentElement.scrollWidth <= document.documentElement.clientWidth")
-
-
-def test_the_selected_layer_changes_every_open_view(opened):
-    page = opened("#/weights?layer=1")
-    heat = bring(page, "cosine_heatmap")
-    lines = bring(page, "identification_by_k")
-    by_layer = bring(page, "orthogonality_by_layer")
-    expect(page.locator("section[data-section='layer-1']:visible")).to_have_count(1)
-    page.locator("#top select[data-state=layer]").select_option("3")
-    expect(page.locator("section[data-section='layer-1']:visible")).to_have_count(0)
-    expect(page.locator("section[data-section='layer-3']:visible")).to_have_count(1)
-    expect(heat.locator("output")).to_have_text("3")
-    faded = lines.locator(".plot").evaluate("plot => plot.data.map((trace) => [trace.name, trace.opacity])")
-    assert {name for name, opacity in faded if opacity == 1 and name.startswith("layer")} == {"layer 3"}
-    marks = by_layer.locator(".plot").evaluate("plot => plot.layout.shapes.map((shape) => shape.x0 + 0.5)")
-    assert marks == [3]
+    assert page.evaluate(NO_WIDER)
 
 
 def test_a_click_in_a_figure_selects_the_layer(opened):
-    page = opened("#/weights")
+    page = opened("scan", "#/weights")
     figure = bring(page, "orthogonality_by_layer")
     figure.locator(".plot").evaluate(
         "plot => plot.emit('plotly_click', { points: [{ x: 2, y: 0.1, data: plot.data[0] }] })"
@@ -299,7 +130,7 @@ def test_a_click_in_a_figure_selects_the_layer(opened):
 
 
 def test_the_numbers_in_the_page_are_the_tables_numbers(opened, planted_run):
-    page = opened("#/weights?layer=3")
+    page = opened("scan", "#/weights?layer=3")
     figure = bring(page, "pair_matrix")
     rows = "Array.from(trace.customdata, (row) => Array.from(row))"
     drawn = figure.evaluate(f"slot => slot.querySelector('.plot').data.map((trace) => {rows})")
@@ -313,7 +144,7 @@ def test_the_numbers_in_the_page_are_the_tables_numbers(opened, planted_run):
 
 
 def test_the_k_slider_moves_matrix_and_caption(opened):
-    page = opened("#/weights?layer=1")
+    page = opened("scan", "#/weights?layer=1")
     figure = bring(page, "pair_matrix")
     figure.locator("input[type=range]").fill("0")
     expect(figure.locator("output")).to_have_text("1")
@@ -323,7 +154,7 @@ def test_the_k_slider_moves_matrix_and_caption(opened):
 
 
 def test_a_reader_downloads_a_table_and_a_figures_data_as_csv(opened, planted_run):
-    page = opened("#/weights")
+    page = opened("scan", "#/weights")
     page.locator("section[data-section=layer-table]:visible").scroll_into_view_if_needed()
     with page.expect_download() as download:
         page.locator("section[data-section=layer-table]:visible button.csv").click()
@@ -359,30 +190,20 @@ HOSTILE = [
 
 def test_no_cell_of_a_csv_is_a_formula_and_numbers_stay_numbers(opened):
     """Python's csv reads the page's text as a spreadsheet would."""
-    text = opened().evaluate("cells => M.csv(['cell'], cells.map((cell) => [cell]))", HOSTILE)
+    text = opened("scan").evaluate("cells => M.csv(['cell'], cells.map((cell) => [cell]))", HOSTILE)
     cells = [row[0] for row in csv.reader(io.StringIO(text, newline=""))][1:]
     assert cells == [f"'{cell}" for cell in HOSTILE[:6]] + [*map(str, HOSTILE[6:])]
 
 
-def test_a_reader_changes_the_view_and_sees_only_that_one(opened):
-    page = opened("#/weights")
-    expect(page.locator("section[data-section=alignment]:visible")).to_have_count(1)
-    page.locator("#top select[data-state=scan]").select_option("gate, centered router")
-    expect(page.locator("section[data-section=alignment]:visible")).to_have_count(1)
-    section = page.locator("section[data-section=alignment]:visible")
-    assert section.evaluate("section => section.entry.view") == "gate, centered router"
-    assert "centered" in page.evaluate("location.hash")
-
-
 def test_a_column_head_leads_to_the_glossary(opened):
-    page = opened("#/weights")
+    page = opened("scan", "#/weights")
     page.locator("section[data-section=layer-table]:visible").scroll_into_view_if_needed()
     page.locator("section[data-section=layer-table]:visible th a", has_text="ambiguity").first.click()
     expect(page.locator("[id='term-absolute_score']")).to_be_in_viewport()
 
 
 def test_the_theme_button_repaints_figures_and_map(opened):
-    page = opened("#/weights")
+    page = opened("scan", "#/weights")
     bring(page, "identification_by_k")
     color = "document.querySelector('.plot.drawn').layout.font.color"
     light = page.evaluate(color)
@@ -391,7 +212,7 @@ def test_the_theme_button_repaints_figures_and_map(opened):
 
 
 def test_experts_can_be_ordered_by_similarity(opened):
-    page = opened("#/weights?layer=3")
+    page = opened("scan", "#/weights?layer=3")
     figure = bring(page, "cosine_heatmap")
     figure.locator(".controls input[type=checkbox]").check()
     order = figure.evaluate("slot => slot.querySelector('.plot').layout.xaxis.categoryarray")
@@ -399,14 +220,14 @@ def test_experts_can_be_ordered_by_similarity(opened):
 
 
 def test_the_definition_of_a_figure_is_one_click_away(opened):
-    page = opened("#/weights")
+    page = opened("scan", "#/weights")
     figure = bring(page, "identification_by_k")
     figure.locator(".ask").click()
     expect(figure.locator(".definition")).to_contain_text("chance 1/n")
 
 
 def test_a_figure_is_saved_on_white_with_its_title_even_from_a_dark_page(opened):
-    page = opened("#/weights", scheme="dark")
+    page = opened("scan", "#/weights", scheme="dark")
     figure = bring(page, "identification_by_k")
     title = figure.locator("h4").text_content()
     figure.locator(".menu > summary").click()
@@ -419,7 +240,7 @@ def test_a_figure_is_saved_on_white_with_its_title_even_from_a_dark_page(opened)
 
 
 def test_pictures_of_the_menu_are_as_large_as_those_of_the_command_and_their_digits_readable(opened):
-    page = opened("#/weights?layer=1")
+    page = opened("scan", "#/weights?layer=1")
     figure = bring(page, "pair_matrix")
     figure.locator(".menu > summary").click()
     with page.expect_download() as download:
@@ -438,37 +259,23 @@ def test_pictures_of_the_menu_are_as_large_as_those_of_the_command_and_their_dig
 @pytest.mark.parametrize(("width", "pinned"), [(820, ""), (1000, ""), (1400, "&pinned=0.1")])
 def test_the_drawer_leaves_the_selected_cell_visible(opened, planted_run, width, pinned):
     last = int(planted_run.table("alignment")["expert"].max())
-    page = opened(f"#/overview?layer=1&expert={last}{pinned}", width=width)
+    page = opened("scan", f"#/overview?layer=1&expert={last}{pinned}", width=width)
     expect(page.locator("#drawer")).to_be_visible()
-    page.wait_for_timeout(300)
-    layout, canvas = page.evaluate("M.map.layout()"), page.locator("canvas").bounding_box()
-    right = canvas["x"] + layout["left"] + (last + 1) * layout["cellWidth"]
-    frame = page.locator(".map-frame").bounding_box()
-    assert right <= page.locator("#drawer").bounding_box()["x"]
-    assert right <= frame["x"] + frame["width"] + 1
+    page.wait_for_function(
+        """last => {
+          const box = (selector) => document.querySelector(selector).getBoundingClientRect();
+          const { left, cellWidth } = M.map.layout();
+          const right = box("canvas").x + left + (last + 1) * cellWidth;
+          return right <= box("#drawer").x && right <= box(".map-frame").right + 1;
+        }""",
+        arg=last,
+    )
 
 
 def test_a_tab_without_data_names_the_command_that_fills_it(opened):
-    page = opened("#/routing")
+    page = opened("scan", "#/routing")
     expect(page.locator("#tab-routing .command")).to_contain_text("moescope trace")
     expect(page.locator("#tabs a[data-tab=routing]")).to_have_class("empty")
-
-
-def test_printing_draws_everything_that_is_open(opened):
-    page = opened("#/weights")
-    expect(page.locator("section[data-section=alignment]:visible")).to_be_visible()
-    count = page.locator("#tab-weights .figure-slot:visible").count()
-    page.evaluate("window.dispatchEvent(new Event('beforeprint'))")
-    expect(page.locator("#tab-weights .plot.drawn:visible")).to_have_count(count)
-
-
-def test_on_a_phone_the_drawer_fills_the_screen_and_the_map_scrolls_in_its_frame(opened):
-    page = opened("#/overview?layer=1&expert=1", width=390)
-    box = page.locator("#drawer").bounding_box()
-    assert box["width"] == 390
-    assert page.evaluate("document.documentElement.scrollWidth <= document.documentElement.clientWidth")
-    page.locator("#drawer a[aria-label=Close]").click()
-    expect(page.locator("#tabs select")).to_be_visible()
 
 
 @pytest.fixture
@@ -522,7 +329,7 @@ def test_a_picture_that_cannot_be_written_fails_the_export(browser, few_figures,
 
 
 def test_on_a_phone_a_long_legend_leaves_room_for_its_figure(opened):
-    page = opened(width=390)
+    page = opened("scan", width=390)
     expect(page.locator("canvas")).to_be_visible()
     page.evaluate(
         """() => {

@@ -34,17 +34,14 @@ def runs(tmp_path_factory):
     }
 
 
+@pytest.fixture(scope="module")
+def html(runs, tmp_path_factory):
+    return report(*runs.values(), out=tmp_path_factory.mktemp("drawer") / "all.html")
+
+
 @pytest.fixture
-def page(browser, runs, tmp_path):
-    context = browser.new_context(viewport={"width": 1400, "height": 900})
-    page = context.new_page()
-    troubles: list[str] = []
-    page.on("console", lambda message: troubles.append(message.text))
-    page.on("pageerror", lambda error: troubles.append(str(error)))
-    page.goto(report(*runs.values(), out=tmp_path / "all.html").as_uri())
-    yield page
-    context.close()
-    assert troubles == []
+def page(opened, html):
+    return opened(html)
 
 
 def cell(frame, **keys):

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 from pathlib import Path
 
 import pytest
-from playwright.sync_api import expect
+from playwright.sync_api import TimeoutError
 
-from lab.study_runs import more_arms, router_arms, study_run
+from browsing import RUNS_OF
 from lab.tiny_training import TOML
 from moescope.deployment.verb import deploy
 from moescope.intervention.figures import FIGURES as INTERVENTIONS
@@ -22,13 +23,12 @@ from moescope.verbs import VERBS, load_verb
 from moescope.weights.verb import scan
 from report_payloads import page_data, page_figures
 
-# Opens every folded section of a tab, also those inside others.
-OPEN_ALL = """async (tab) => {
-  for (let again = 0; again < 5; again++) {
-    const folded = document.querySelectorAll(`${tab} details:not(.menu):not([open])`);
-    for (const details of folded) details.open = true;
-    await new Promise((resolve) => setTimeout(resolve, 100));
-  }
+# Opens every folded section of a tab; what of the wanted figures it then lacks.
+MISSING = """([tab, wanted]) => {
+  const folded = document.querySelectorAll(`${tab} details:not(.menu):not([open])`);
+  for (const details of folded) details.open = true;
+  const slots = [...document.querySelectorAll(`${tab} .figure-slot`)].map((slot) => slot.dataset.figure);
+  return wanted.filter((name) => !slots.includes(name));
 }"""
 
 OF_ROUTERS = {  # diagnostics of a router, drawn where it trains
@@ -56,48 +56,26 @@ def registered() -> set[str]:
 
 
 @pytest.fixture(scope="module")
-def groups(
-    planted_run,
-    traced_run,
-    trained_run,
-    compressed_run,
-    merged_run,
-    compared_run,
-    deep_runs,
-    tmp_path_factory,
-) -> dict[str, list[Run]]:
+def groups(request, traced_run, tmp_path_factory) -> dict[str, list[Run]]:
     """Runs that share a report, by name."""
     folder = tmp_path_factory.mktemp("groups")
-    study = study_run(
-        folder / "study",
-        arms=[*router_arms(), *more_arms()],
-        failed=(("hash", 2),),
-        not_run=("switch_top1",),
-        references={"ablation": "spectra"},
-    )
+    shared = {kind: request.getfixturevalue(name) for kind, name in RUNS_OF.items()}
     checkpoints = [item["path"] for item in traced_run.info["checkpoints"]]
+    sizes = {"slots": "2,3", "expert_bytes": 1000, "bandwidth": 1.0}
     return {
-        "scan": [planted_run],
+        **{kind: list(runs) if isinstance(runs, tuple) else [runs] for kind, runs in shared.items()},
         "steps": [scan(*checkpoints, out=folder / "steps", quiet=True)],
-        "trace": [traced_run],
-        "deploy": [
-            deploy(
-                traced_run, out=folder / "deploy", slots="2,3", expert_bytes=1000, bandwidth=1.0, quiet=True
-            )
-        ],
-        "train": [trained_run],
-        "compress": [compressed_run],
-        "merge": [merged_run],
-        "compare": [compared_run],
-        "study": [study],
-        "together": list(deep_runs),
+        "deploy": [deploy(traced_run, out=folder / "deploy", **sizes, quiet=True)],
     }
 
 
 @pytest.fixture(scope="module")
-def pages(groups, tmp_path_factory) -> dict[str, Path]:
+def pages(groups, page_of, tmp_path_factory) -> dict[str, Path]:
     folder = tmp_path_factory.mktemp("pages")
-    return {name: report(*runs, out=folder / f"{name}.html") for name, runs in groups.items()}
+    return {
+        name: page_of(name) if name in RUNS_OF else report(*runs, out=folder / f"{name}.html")
+        for name, runs in groups.items()
+    }
 
 
 @pytest.fixture(scope="module")
@@ -128,30 +106,21 @@ def test_diagnostics_of_a_router_are_in_its_report(router, tmp_path):
     assert OF_ROUTERS[router] <= set(page_figures(page.read_text(encoding="utf-8")))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name", ["scan", "trace", "train", "compress", "merge", "compare", "study", "deploy", "together"]
 )
-def test_a_reader_finds_every_figure_of_every_tab(name, pages, browser):
+def test_a_reader_finds_every_figure_of_every_tab(name, pages, opened):
     """Each tab, with its folded sections open, has a slot for every figure of the page's data."""
     html = pages[name].read_text(encoding="utf-8")
-    tabs = {tab["name"]: set(page_figures(html, tab["name"])) for tab in page_data(html)["tabs"]}
-    context = browser.new_context(viewport={"width": 1400, "height": 900})
-    troubles: list[str] = []
-    page = context.new_page()
-    page.on("console", lambda message: troubles.append(message.text))
-    page.on("pageerror", lambda error: troubles.append(str(error)))
-    for tab, wanted in tabs.items():
-        if not wanted:
-            continue
-        layer = min(page_data(html)["layers"], default=0)
-        page.goto(f"{pages[name].as_uri()}#/{tab}?layer={layer}")
-        expect(page.locator(f"#tab-{tab} .figure-slot").first).to_be_attached()
-        page.evaluate(OPEN_ALL, f"#tab-{tab}")
-        slots = page.locator(f"#tab-{tab} .figure-slot")
-        found = set(slots.evaluate_all("all => all.map((slot) => slot.dataset.figure)"))
-        assert wanted <= found, tab
-    context.close()
-    assert troubles == []
+    layer = min(page_data(html)["layers"], default=0)
+    for tab in [tab["name"] for tab in page_data(html)["tabs"]]:
+        if figures := set(page_figures(html, tab)):
+            page = opened(pages[name], f"#/{tab}?layer={layer}")
+            wanted = [f"#tab-{tab}", sorted(figures)]
+            with contextlib.suppress(TimeoutError):
+                page.wait_for_function(f"wanted => ({MISSING})(wanted).length === 0", arg=wanted)
+            assert page.evaluate(MISSING, wanted) == [], tab
 
 
 # --- what a paper needs

@@ -9,51 +9,7 @@ from PIL import Image
 from playwright.sync_api import expect
 from scipy.cluster.hierarchy import fcluster, linkage
 
-from moescope.reporting.verb import report
-from reporting.test_browser import click_cell, scroll_through
-
-expect.set_options(timeout=30_000)  # a busy machine takes longer than five seconds
-
-
-@pytest.fixture(scope="module")
-def pages(planted_run, traced_run, trained_run, compressed_run, compared_run, tmp_path_factory):
-    """Return the report of a verb's run, made when it is first asked for."""
-    runs = {
-        "scan": planted_run,
-        "trace": traced_run,
-        "train": trained_run,
-        "compress": compressed_run,
-        "compare": compared_run,
-    }
-    folder = tmp_path_factory.mktemp("workbench")
-    made = {}
-
-    def page_of(name):
-        if name not in made:
-            made[name] = report(runs[name], out=folder / f"{name}.html")
-        return made[name].as_uri()
-
-    return page_of
-
-
-@pytest.fixture
-def opened(browser, pages):
-    """Opens a report; afterwards the page may have said nothing and asked for nothing."""
-    contexts, troubles = [], []
-
-    def open_page(name, place="#/overview", width=1400, scheme="light"):
-        context = browser.new_context(viewport={"width": width, "height": 900}, color_scheme=scheme)
-        contexts.append(context)
-        page = context.new_page()
-        page.on("console", lambda message: troubles.append(message.text))
-        page.on("pageerror", lambda error: troubles.append(str(error)))
-        page.goto(pages(name) + place)
-        return page
-
-    yield open_page
-    for context in contexts:
-        context.close()
-    assert troubles == []
+from browsing import NO_WIDER, PAINTED, click_cell, scroll_through
 
 
 def state(page):
@@ -105,10 +61,11 @@ def test_a_pinned_expert_stands_beside_the_opened_one_and_never_twice(opened):
     expect(page.locator("#drawer a[aria-label='Next expert']")).to_have_count(0)  # layer 1 has four experts
     click_cell(page, 0, 0, 3, 4)
     expect(heads).to_have_text(["L0 · E0", "L1 · E2"])
-    again = opened("trace", page.evaluate("location.hash").replace("overview", "experts"))
-    expect(again.locator(".expert-column h2")).to_have_text(["L0 · E0", "L1 · E2"])
+    link = page.evaluate("location.hash").replace("overview", "experts")
     page.locator("#drawer a", has_text="Unpin").click()
     expect(heads).to_have_text(["L0 · E0"])
+    page = opened("trace", link)
+    expect(page.locator(".expert-column h2")).to_have_text(["L0 · E0", "L1 · E2"])
 
 
 # --- layers
@@ -214,10 +171,10 @@ def test_domain_and_phase_are_selected_once_and_obeyed_everywhere(opened, traced
     assert len(cells) == len(lifts)
     page.locator("#top select[data-state=phase]").select_option("decode")
     page.locator("#top select[data-state=step]").select_option(label="100")
-    again = opened("trace", page.evaluate("location.hash"))
-    expect(again.locator("#top select[data-state=domain]")).to_have_value("plain")
-    expect(again.locator("#top select[data-state=phase]")).to_have_value("decode")
-    assert again.evaluate("M.map.candidates().every((measure) => measure.view === 'step 100, decode')")
+    page = opened("trace", page.evaluate("location.hash"))
+    expect(page.locator("#top select[data-state=domain]")).to_have_value("plain")
+    expect(page.locator("#top select[data-state=phase]")).to_have_value("decode")
+    assert page.evaluate("M.map.candidates().every((measure) => measure.view === 'step 100, decode')")
 
 
 def test_a_run_of_one_domain_and_phase_offers_neither(opened):
@@ -252,10 +209,11 @@ def test_the_map_sorts_by_load_and_by_cluster_and_a_link_keeps_the_order(opened,
         tokens = load[load["layer"] == layer].groupby("expert")["tokens"].sum()
         assert tokens[order].is_monotonic_decreasing
     page.locator("label:has-text('only: beyond chance') input").check()
-    again = opened("trace", page.evaluate("location.hash"))
-    expect(again.locator("select[aria-label='Order of experts']")).to_have_value("load")
-    expect(again.locator("label:has-text('only: beyond chance') input")).to_be_checked()
-    assert shown_orders(again) == shown_orders(page)
+    orders = shown_orders(page)
+    page = opened("trace", page.evaluate("location.hash"))
+    expect(page.locator("select[aria-label='Order of experts']")).to_have_value("load")
+    expect(page.locator("label:has-text('only: beyond chance') input")).to_be_checked()
+    assert shown_orders(page) == orders
 
     page = opened("scan", "#/overview?sort=cluster")
     expect(page.locator("canvas")).to_be_visible()
@@ -351,7 +309,7 @@ def poor_texts(page):
     """Texts in view whose contrast (WCAG 2) with the pixels behind them is below 4.5."""
     texts = page.evaluate(TEXTS)
     style = page.add_style_tag(content=NO_INK)
-    page.wait_for_timeout(100)
+    page.evaluate(PAINTED)
     behind = np.asarray(Image.open(io.BytesIO(page.screenshot())).convert("RGB"), int)
     style.evaluate("element => element.remove()")
     found = []
@@ -369,18 +327,21 @@ def poor_texts(page):
 @pytest.mark.parametrize(
     ("name", "place", "selector"),
     [
-        ("scan", "#/weights?layer=3&figure=cosine_heatmap", "[data-figure=cosine_heatmap]"),
-        ("scan", "#/weights?layer=3&figure=pair_matrix", "[data-figure=pair_matrix]"),
-        ("trace", "#/routing?layer=1&figure=coactivation_heatmap", "[data-figure=coactivation_heatmap]"),
-        ("trace", "#/text", ".tokens"),
+        ("scan", "#/weights?layer=3", "[data-figure=pair_matrix]"),
         ("trace", "#/overview?layer=1&expert=2", "#drawer h2"),
+        pytest.param("scan", "#/weights?layer=3", "[data-figure=cosine_heatmap]", marks=pytest.mark.slow),
+        pytest.param(
+            "trace", "#/routing?layer=1", "[data-figure=coactivation_heatmap]", marks=pytest.mark.slow
+        ),
+        pytest.param("trace", "#/text", ".tokens", marks=pytest.mark.slow),
     ],
 )
 def test_every_text_has_a_contrast_of_four_and_a_half(opened, name, place, selector, scheme):
-    page = opened(name, place, scheme=scheme)
+    figure = selector.strip("[]").removeprefix("data-") if "data-figure" in selector else ""
+    page = opened(name, f"{place}&{figure}", scheme=scheme)
     expect(page.locator(f"{selector}:visible").first).to_be_in_viewport()
     expect(page.locator(f"{selector} .plot:not(.drawn):visible")).to_have_count(0)
-    page.wait_for_timeout(300)
+    page.evaluate(PAINTED)
     if selector == ".tokens":
         page.locator(".token").nth(3).hover()
     poor, count = poor_texts(page)
@@ -408,27 +369,31 @@ def test_diverging_maps_have_a_dark_midpoint_in_the_dark(opened):
 # --- search
 
 
-@pytest.mark.parametrize(
-    ("words", "changes"),
-    [
-        ("L1 E2", {"layer": 1, "expert": 2}),
-        ("1/2", {"layer": 1, "expert": 2}),
-        ("L2", {"layer": 2}),
-        ("other", {"domain": "other"}),
-        ("Co-activation of expert pairs", {"tab": "routing", "figure": "coactivation_heatmap"}),
-        ("Jaccard", {"tab": "methods"}),
-    ],
-)
-def test_search_finds_experts_layers_domains_figures_and_terms(opened, words, changes):
+FOUND = {  # words -> what the first result selects
+    "L1 E2": {"layer": 1, "expert": 2},
+    "1/2": {"layer": 1, "expert": 2},
+    "L2": {"layer": 2},
+    "other": {"domain": "other"},
+    "Co-activation of expert pairs": {"tab": "routing", "figure": "coactivation_heatmap"},
+    "Jaccard": {"tab": "methods"},
+}
+
+
+def test_search_finds_experts_layers_domains_figures_and_terms(opened):
     page = opened("trace")
     expect(page.locator("canvas")).to_be_visible()
-    page.locator("#top input[type=search]").fill(words)
-    kind = "Glossary" if words == "Jaccard" else ""
-    page.locator(".results a", has_text=kind).first.click()
-    page.wait_for_function(
-        "wanted => Object.keys(wanted).every((key) => M.state.get()[key] === wanted[key])", arg=changes
-    )
-    assert changes.items() <= state(page).items()
+    search = page.locator("#top input[type=search]")
+    search.fill("L99 E2")
+    expect(page.locator(".results")).to_have_text("Nothing found")
+    for words, changes in FOUND.items():
+        page.evaluate("location.hash = '#/overview'")
+        page.wait_for_function("M.state.get().tab === 'overview' && M.state.get().layer === undefined")
+        search.fill(words)
+        kind = "Glossary" if words == "Jaccard" else ""
+        page.locator(".results a", has_text=kind).first.click()
+        page.wait_for_function(
+            "wanted => Object.keys(wanted).every((key) => M.state.get()[key] === wanted[key])", arg=changes
+        )
 
 
 def test_search_opens_a_figure_that_is_folded(opened):
@@ -439,23 +404,7 @@ def test_search_opens_a_figure_that_is_folded(opened):
     expect(page.locator("[data-figure=ambiguity_by_layer] .plot.drawn")).to_be_in_viewport()
 
 
-# --- the first screen, paper and phone
-
-
-@pytest.mark.parametrize("name", ["scan", "trace", "train", "compress", "compare"])
-def test_key_numbers_and_map_need_no_scrolling(opened, name):
-    assert_first_screen(opened(name))
-
-
-def assert_first_screen(page):
-    """All cards and the whole map lie in the window."""
-    expect(page.locator("canvas")).to_be_in_viewport(ratio=1)
-    cards = page.locator(".card")
-    assert 1 <= cards.count() <= 6
-    tops = {round(box[1]) for box in boxes(page)[: cards.count()]}
-    assert len(tops) == 1  # one row
-    expect(page.locator(".map .legend")).to_be_in_viewport(ratio=1)
-    assert page.evaluate("document.documentElement.scrollWidth <= document.documentElement.clientWidth")
+# --- paper and phone
 
 
 def test_print_has_the_overview_and_the_open_tab_with_captions_on_white(opened):
@@ -499,4 +448,4 @@ def test_on_a_phone_tabs_are_a_menu_the_map_scrolls_and_the_drawer_fills_the_scr
     page.locator("#drawer a[aria-label=Close]").click()
     page.locator("#tabs select").select_option("weights")
     expect(page.locator("#tab-weights h2:visible").first).to_be_visible()
-    assert page.evaluate("document.documentElement.scrollWidth <= document.documentElement.clientWidth")
+    assert page.evaluate(NO_WIDER)

@@ -6,44 +6,17 @@ What a reader does works, and what a text holds does nothing.
 import pytest
 from playwright.sync_api import expect
 
+from browsing import NO_WIDER, click_cell, scroll_through
 from moescope.reporting.verb import report
 from moescope.routing.figures import FIGURES
-from reporting.test_browser import click_cell, scroll_through
 from routing.routing_runs import EVIL, evil_run
 
 
 @pytest.fixture(scope="module")
-def pages(traced_run, tmp_path_factory):
-    """Two reports: of two steps in both phases, and of a text that is all attack."""
-    folder = tmp_path_factory.mktemp("pages")
-    return {
-        "traced": report(traced_run, out=folder / "traced.html"),
-        "evil": report(evil_run(folder / "evil"), out=folder / "evil.html"),
-    }
-
-
-@pytest.fixture
-def opened(browser, pages):
-    """Opens a report; afterwards nothing may have been said, asked for or carried out."""
-    found, troubles, requests = [], [], []
-
-    def open_page(name="traced", place="#/overview", width=1400, scheme="light"):
-        context = browser.new_context(viewport={"width": width, "height": 900}, color_scheme=scheme)
-        page = context.new_page()
-        page.on("console", lambda message: troubles.append(message.text))
-        page.on("pageerror", lambda error: troubles.append(str(error)))
-        page.on("dialog", lambda dialog: troubles.append(dialog.message))
-        page.on("request", lambda request: requests.append(request.url))
-        page.goto(pages[name].as_uri() + place)
-        found.append((context, page))
-        return page
-
-    yield open_page
-    for context, page in found:
-        assert page.evaluate("window.hacked") is None
-        context.close()
-    assert troubles == []
-    assert [url for url in requests if not url.startswith(("file:", "data:", "blob:"))] == []
+def evil(tmp_path_factory):
+    """The report of a text that is all attack."""
+    folder = tmp_path_factory.mktemp("evil")
+    return report(evil_run(folder / "run"), out=folder / "evil.html")
 
 
 def text_of(page):
@@ -52,20 +25,21 @@ def text_of(page):
     return body
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("width", "scheme"), [(1400, "light"), (390, "dark")])
 def test_every_routing_figure_is_drawn_and_nothing_is_wider_than_the_page(opened, width, scheme):
-    page = opened("traced", "#/routing?layer=1", width, scheme)
+    page = opened("trace", "#/routing?layer=1", width, scheme)
     expect(page.locator("#tab-routing .figure-slot").first).to_be_visible()
     scroll_through(page)
     slots = page.locator(".figure-slot:visible")
     count = len(FIGURES) - 1  # two checkpoints have no curve of saturation
     assert slots.count() == count
     expect(page.locator(".figure-slot:visible .plot.drawn")).to_have_count(count)
-    assert page.evaluate("document.documentElement.scrollWidth <= document.documentElement.clientWidth")
+    assert page.evaluate(NO_WIDER)
 
 
 def test_a_reader_points_at_a_token_and_sees_its_experts_and_gates(opened, traced_run):
-    page = opened(place="#/text")
+    page = opened("trace", "#/text")
     body = text_of(page)
     row = (
         traced_run.table("tokens")
@@ -83,7 +57,7 @@ def test_a_reader_points_at_a_token_and_sees_its_experts_and_gates(opened, trace
 
 
 def test_colours_follow_layer_document_and_expert(opened, traced_run):
-    page = opened(place="#/text")
+    page = opened("trace", "#/text")
     body = text_of(page)
     first = "all => all.map((span) => Number(span.dataset.expert))"
     tokens = traced_run.table("tokens").query("step == 200 and document == 0").sort_values("position")
@@ -109,7 +83,7 @@ def test_colours_follow_layer_document_and_expert(opened, traced_run):
 
 
 def test_an_expert_has_one_colour_in_every_layer_and_document_and_a_key(opened):
-    page = opened(place="#/text")
+    page = opened("trace", "#/text")
     body = text_of(page)
     colours = "all => all.map((span) => [span.dataset.expert, span.style.getPropertyValue('--hue')])"
     keys = "all => all.map((key) => [key.dataset.expert, key.style.getPropertyValue('--hue')])"
@@ -124,7 +98,7 @@ def test_an_expert_has_one_colour_in_every_layer_and_document_and_a_key(opened):
 
 
 def test_a_token_shows_its_first_choice_in_every_layer_and_the_keyboard_reaches_it(opened, traced_run):
-    page = opened(place="#/text?layer=1")
+    page = opened("trace", "#/text?layer=1")
     body = text_of(page)
     body.focus()
     for _ in range(3):
@@ -139,13 +113,13 @@ def test_a_token_shows_its_first_choice_in_every_layer_and_the_keyboard_reaches_
     link = page.evaluate("location.hash")
     page.evaluate("M.state.set({ domain: 'other', expert: null })")
     expect(page.locator("#tab-text select[aria-label=document]")).to_have_value("30")
-    again = opened(place=link)
-    expect(again.locator("#drawer h2")).to_have_text(f"L2 · E{first[2]}")
-    expect(again.locator("#tab-text select[aria-label=document]")).to_have_value("0")
+    page = opened("trace", link)
+    expect(page.locator("#drawer h2")).to_have_text(f"L2 · E{first[2]}")
+    expect(page.locator("#tab-text select[aria-label=document]")).to_have_value("0")
 
 
 def test_a_click_on_the_map_opens_the_expert_with_the_tables_numbers(opened, traced_run):
-    page = opened()
+    page = opened("trace")
     click_cell(page, 1, 2, 3, 4)
     drawer = page.locator("#drawer")
     expect(drawer.locator("h2")).to_have_text("L1 · E2")
@@ -171,7 +145,7 @@ def test_a_click_on_the_map_opens_the_expert_with_the_tables_numbers(opened, tra
 
 
 def test_a_finding_opens_the_figure_that_shows_it(opened):
-    page = opened()
+    page = opened("trace")
     page.locator(".findings-box a", has_text="Load balance").last.click()
     expect(
         page.locator("#tab-routing .figure-slot[data-figure=balance_by_layer]:visible")
@@ -180,7 +154,7 @@ def test_a_finding_opens_the_figure_that_shows_it(opened):
 
 
 def test_two_experts_are_compared_on_the_experts_tab(opened):
-    page = opened(place="#/experts?layer=1&expert=2")
+    page = opened("trace", "#/experts?layer=1&expert=2")
     expect(page.locator(".expert-column h2")).to_have_text(["L1 · E2"])
     page.locator(".expert-column a", has_text="Pin").click()
     page.locator(".expert-column input[type=number]").fill("0")
@@ -189,7 +163,7 @@ def test_two_experts_are_compared_on_the_experts_tab(opened):
 
 
 def test_a_reader_changes_the_view_and_sees_only_that_one(opened):
-    page = opened(place="#/routing")
+    page = opened("trace", "#/routing")
     loads = page.locator("section[data-section=load]:visible")
     expect(loads).to_have_count(1)
     page.locator("#top select[data-state=phase]").select_option("decode")
@@ -200,21 +174,18 @@ def test_a_reader_changes_the_view_and_sees_only_that_one(opened):
     assert page.evaluate("M.map.candidates().every((measure) => measure.view === 'step 100, decode')")
 
 
-def test_a_run_without_the_selected_view_shows_its_own(browser, traced_run, tmp_path):
+def test_a_run_without_the_selected_view_shows_its_own(opened, traced_run, tmp_path):
     """Two traces with different steps and phases in one page: each has a map."""
     other = evil_run(tmp_path / "evil")
-    path = report(traced_run, other, out=tmp_path / "both.html")
-    page = browser.new_page()
-    page.goto(path.as_uri())
+    page = opened(report(traced_run, other, out=tmp_path / "both.html"))
     for run in ("0", "1"):
         page.locator("#top select[data-state=run]").select_option(run)
         expect(page.locator("canvas")).to_be_visible()
         assert page.evaluate("M.map.candidates().map((measure) => measure.name)").count("load") == 1
-    page.close()
 
 
-def test_tokens_that_are_markup_are_shown_as_text_and_do_nothing(opened):
-    page = opened("evil", "#/text")
+def test_tokens_that_are_markup_are_shown_as_text_and_do_nothing(opened, evil):
+    page = opened(evil, "#/text")
     body = text_of(page)
     words = body.locator(".token").all_text_contents()
     assert words[:9] == EVIL[:9]
@@ -237,4 +208,5 @@ def test_tokens_that_are_markup_are_shown_as_text_and_do_nothing(opened):
     assert not [line for line in contexts if set(line) & set("\u202e\u2066\u200b")]
     assert page.locator("main img").count() == 0
     assert page.locator("main script").count() == 0
+    assert page.evaluate("window.hacked") is None
     assert {"-->", "<b>bold</b>", "<script>window.hacked=1</script>"} <= chips
