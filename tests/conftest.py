@@ -87,6 +87,28 @@ def pytest_collection_finish() -> None:
     gc.freeze()
 
 
+@pytest.fixture
+def command_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> Iterator[Callable[..., tuple[int, str, str]]]:
+    """Run `moescope WORDS` in this process and in tmp_path; return (exit code, stdout, stderr)."""
+    from moescope import cli
+
+    monkeypatch.chdir(tmp_path)
+    before = signal.getsignal(signal.SIGTERM)
+
+    def run(*words: object) -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "argv", ["moescope", *map(str, words)])
+        capsys.readouterr()
+        with pytest.raises(SystemExit) as ended:
+            cli.main()
+        shown = capsys.readouterr()
+        return int(ended.value.code or 0), shown.out, shown.err
+
+    yield run
+    signal.signal(signal.SIGTERM, before)
+
+
 @pytest.fixture(scope="session")
 def planted_run(tmp_path_factory: pytest.TempPathFactory) -> Run:
     """The planted checkpoint scanned, raw and centered.

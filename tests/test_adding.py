@@ -22,6 +22,7 @@ from report_payloads import page_text
 from routing.tiny_text import save_model, texts, write_jsonl
 
 SOURCE = Path(__file__).parents[1] / "src" / "moescope"
+pytestmark = pytest.mark.slow
 
 
 class Copy:

@@ -1,4 +1,4 @@
-"""The command line as a user meets it: real processes, their exit codes, and what they print where."""
+"""The command line as a user meets it: its exit codes, and what it prints where."""
 
 from __future__ import annotations
 
@@ -16,7 +16,6 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import save_file
-from typer.testing import CliRunner
 
 from checkpoints import (
     INDEX,
@@ -31,8 +30,7 @@ from checkpoints import (
 )
 from moescope import __version__, cli
 from moescope.errors import BadInput
-
-HEAVY = ("torch", "plotly", "pandas", "numpy", "scipy", "pyarrow", "safetensors", "transformers")
+from moescope.verbs import VERBS
 
 
 def moescope(*arguments: str | Path, cwd: Path) -> subprocess.CompletedProcess:
@@ -46,103 +44,13 @@ def moescope(*arguments: str | Path, cwd: Path) -> subprocess.CompletedProcess:
 # --- help
 
 
-@pytest.mark.parametrize(
-    "arguments",
-    [
-        ["--help"],
-        ["-h"],
-        ["scan", "--help"],
-        ["trace", "--help"],
-        ["compare", "--help"],
-        ["compress", "--help"],
-        ["report", "--help"],
-        ["demo", "--help"],
-    ],
-    ids=" ".join,
-)
-def test_help_exits_0(arguments):
-    shown = CliRunner().invoke(cli.app, arguments)
-    assert shown.exit_code == 0
-    assert "Usage" in shown.stdout
-
-
-def test_the_help_names_every_verb(tmp_path):
-    shown = moescope("--help", cwd=tmp_path)
-    assert shown.returncode == 0
-    assert shown.stderr == ""
-    for verb in ("scan", "trace", "compare", "compress", "report", "demo"):
-        assert re.search(rf"\b{verb}\b", shown.stdout)
-
-
-def test_the_help_of_scan_names_the_options_of_the_contract(tmp_path):
-    shown = moescope("scan", "--help", cwd=tmp_path)
-    assert shown.returncode == 0
-    for option in (
-        "--out",
-        "--layers",
-        "--matrix",
-        "--k",
-        "--router",
-        "--fold-norm",
-        "--precision",
-        "--device",
-        "--seed",
-        "--quiet",
-        "--json",
-        "--overwrite",
-        "--keep-going",
-        "--engine",
-        "--address",
-    ):
-        assert option in shown.stdout
-
-
-@pytest.mark.parametrize(
-    ("arguments", "allowed"),
-    [
-        (["--help"], set()),
-        (["--version"], set()),
-        (["scan", "--help"], {"numpy", "pandas", "pyarrow", "scipy", "safetensors"}),
-        (["scan", "--nonsense"], {"numpy", "pandas", "pyarrow", "scipy", "safetensors"}),
-    ],
-)
-def test_help_waits_for_no_heavy_import(tmp_path, arguments, allowed):
-    source = (
-        "import sys\nfrom moescope.cli import main\n"
-        "try:\n    main()\nexcept SystemExit:\n    pass\n"
-        f"print('heavy:', *[name for name in {HEAVY!r} if name in sys.modules], file=sys.stderr)"
-    )
-    shown = subprocess.run(
-        [sys.executable, "-c", source, *arguments],
-        capture_output=True,
-        text=True,
-        cwd=tmp_path,
-        timeout=60,
-        check=True,
-    )
-    assert set(shown.stderr.splitlines()[-1].split()[1:]) <= allowed
-
-
-def test_the_import_log_of_help_holds_no_torch_and_no_plotly(tmp_path):
-    command = [sys.executable, "-X", "importtime", "-m", "moescope", "--help"]
-    shown = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, timeout=60, check=True)
-    imported = {
-        line.rsplit("|", 1)[1].strip().split(".")[0]
-        for line in shown.stderr.splitlines()
-        if line.startswith("import time:")
-    }
-    assert "moescope" in imported
-    assert "typer" in imported
-    assert imported.isdisjoint(HEAVY)
-
-
-def test_importing_the_package_imports_nothing_heavy_until_a_verb_is_used(tmp_path):
-    heavy = f"print([name for name in {HEAVY!r} if name in sys.modules])"
-    source = f"import sys, moescope\n{heavy}\nmoescope.scan\nprint('numpy' in sys.modules)"
-    shown = subprocess.run(
-        [sys.executable, "-c", source], capture_output=True, text=True, cwd=tmp_path, timeout=60, check=True
-    )
-    assert shown.stdout.splitlines() == ["[]", "True"]
+@pytest.mark.parametrize("flag", ["--help", "-h"])
+def test_the_help_names_every_verb(command_line, flag):
+    code, out, err = command_line(flag)
+    assert (code, err) == (0, "")
+    assert "Usage" in out
+    for verb, _, _ in VERBS:
+        assert re.search(rf"\b{verb}\b", out)
 
 
 def test_an_unknown_name_of_the_package_is_an_attribute_error():
@@ -152,25 +60,8 @@ def test_an_unknown_name_of_the_package_is_an_attribute_error():
         _ = package.scam
 
 
-def test_version_prints_the_version():
-    shown = CliRunner().invoke(cli.app, ["--version"])
-    assert (shown.exit_code, shown.stdout) == (0, f"moescope {__version__}\n")
-
-
-@pytest.mark.parametrize(
-    ("arguments", "wrong"),
-    [
-        (["scan", "x", "--nonsense"], "--nonsense"),
-        (["scam"], "scam"),
-        (["scan", "x", "--seed", "many"], "--seed"),
-    ],
-)
-def test_a_wrong_command_is_one_line_and_exit_code_2(arguments, wrong):
-    shown = CliRunner().invoke(cli.app, arguments)
-    assert shown.exit_code == 2
-    assert shown.stderr.startswith("moescope: ")
-    assert shown.stderr.count("\n") == 1
-    assert wrong in shown.stderr
+def test_version_prints_the_version(command_line):
+    assert command_line("--version") == (0, f"moescope {__version__}\n", "")
 
 
 # --- bad input
@@ -358,19 +249,28 @@ def quantised_in_an_unknown_way(folder: Path) -> list[str]:
     ids=lambda prepare: prepare.__name__,
 )
 def test_bad_input_is_one_line_on_stderr_exit_code_2_and_no_folder(
-    tmp_path, prepare: Callable[[Path], list[str]]
+    tmp_path, command_line, prepare: Callable[[Path], list[str]]
 ):
     parts = prepare(tmp_path)
     before = sorted(tmp_path.rglob("*"))
-    shown = moescope("scan", "model", cwd=tmp_path)
-    assert shown.returncode == 2, shown.stderr
-    assert shown.stdout == ""
-    assert len(shown.stderr.splitlines()) == 1
-    assert shown.stderr.startswith("moescope: ")
-    assert "Traceback" not in shown.stderr
-    for part in parts:
-        assert part in shown.stderr
+    code, out, err = command_line("scan", "model")
+    assert (code, out) == (2, "")
+    assert_one_line(err, *parts)
     assert sorted(tmp_path.rglob("*")) == before
+
+
+def assert_one_line(err: str, *parts: str) -> None:
+    assert err.startswith("moescope: ")
+    assert err.count("\n") == 1
+    for part in parts:
+        assert part in err
+
+
+def test_a_process_ends_with_exit_code_2_and_one_line(tmp_path):
+    shown = moescope("scan", "model", cwd=tmp_path)
+    assert (shown.returncode, shown.stdout) == (2, "")
+    assert_one_line(shown.stderr, "model: no such folder or file")
+    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize(
@@ -382,20 +282,11 @@ def test_bad_input_is_one_line_on_stderr_exit_code_2_and_no_folder(
         (["--device", "abacus"], "unknown device 'abacus'"),
     ],
 )
-def test_an_option_s_value_that_makes_no_sense_exits_2_in_one_line(
-    tmp_path, monkeypatch, capsys, arguments, part
-):
+def test_an_option_s_value_that_makes_no_sense_exits_2_in_one_line(tmp_path, command_line, arguments, part):
     tiny_checkpoint(tmp_path / "model")
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "argv", ["moescope", "scan", "model", *arguments])
-    with pytest.raises(SystemExit) as stop:
-        cli.main()
-    shown = capsys.readouterr()
-    assert stop.value.code == 2
-    assert shown.out == ""
-    assert shown.err.startswith("moescope: ")
-    assert len(shown.err.splitlines()) == 1
-    assert part in shown.err
+    code, out, err = command_line("scan", "model", *arguments)
+    assert (code, out) == (2, "")
+    assert_one_line(err, part)
     assert [path.name for path in tmp_path.iterdir()] == ["model"]
 
 
@@ -403,37 +294,27 @@ def test_an_option_s_value_that_makes_no_sense_exits_2_in_one_line(
     ("words", "named", "help_of"),
     [
         (["scan", "--nonsense"], "--nonsense", "moescope scan --help"),
+        (["scan", "x", "--seed", "many"], "--seed", "moescope scan --help"),
         (["frobnicate"], "frobnicate", "moescope --help"),
         (["compress"], "MODEL", "moescope compress --help"),
-        (["trace", "model", "--max-tokens", "many"], "--max-tokens", "moescope trace --help"),
         (["trace", "model", "--max-tokens"], "--max-tokens", "--help"),
     ],
 )
-def test_a_command_line_that_is_wrong_is_one_plain_line(monkeypatch, capsys, words, named, help_of):
-    code, line = run_main(monkeypatch, capsys, *words)
+def test_a_command_line_that_is_wrong_is_one_plain_line(command_line, words, named, help_of):
+    code, _, err = command_line(*words)
     assert code == 2
-    assert line.startswith("moescope: ")
-    assert line.count("\n") == 1
-    assert named in line
-    assert line.endswith(f"{help_of}\n")
-    assert line.isascii()  # no box
-
-
-def run_main(monkeypatch, capsys, *arguments: str) -> tuple[int, str]:
-    """Exit code and stderr of the command line in this process."""
-    monkeypatch.setattr(sys, "argv", ["moescope", *arguments])
-    with pytest.raises(SystemExit) as stop:
-        cli.main()
-    return stop.value.code, capsys.readouterr().err
+    assert_one_line(err, named)
+    assert err.endswith(f"{help_of}\n")
+    assert err.isascii()  # no box
 
 
 @pytest.mark.parametrize("length", [300, 500, 100_000])
-def test_an_error_line_is_short_and_keeps_its_beginning_and_its_remedy(monkeypatch, capsys, length):
+def test_an_error_line_is_short_and_keeps_its_beginning_and_its_remedy(monkeypatch, command_line, length):
     def fail(*_):
         raise BadInput(f"model/config.json: broken at {'x' * length}; download the file again")
 
     monkeypatch.setattr("moescope.families.inspect.open_checkpoint", fail)
-    code, line = run_main(monkeypatch, capsys, "inspect", "model")
+    code, _, line = command_line("inspect", "model")
     assert code == 2
     assert len(line) <= 401  # with its line end
     assert line.startswith("moescope: model/config.json: broken at xxx")
@@ -441,20 +322,19 @@ def test_an_error_line_is_short_and_keeps_its_beginning_and_its_remedy(monkeypat
 
 
 @pytest.mark.parametrize("verb", ["inspect", "scan", "trace", "compress", "report"])
-def test_debug_shows_the_whole_cause_before_the_line(tmp_path, monkeypatch, capsys, verb):
+def test_debug_shows_the_whole_cause_before_the_line(tmp_path, command_line, verb):
     folder = tiny_checkpoint(tmp_path / "model")
-    monkeypatch.chdir(tmp_path)
     (folder / "config.json").write_text("{broken")
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "run.json").write_text("{broken")
     (tmp_path / "text.txt").write_text("a b c")
     arguments = {"trace": ["--text", "text.txt"], "compress": ["--keep", "2", "--text", "text.txt"]}
     words = [verb, "run" if verb == "report" else "model", *arguments.get(verb, [])]
-    code, line = run_main(monkeypatch, capsys, *words)
+    code, _, line = command_line(*words)
     assert code == 2
     assert "Traceback" not in line
-    debug_code, shown = run_main(monkeypatch, capsys, *words, "--debug")
-    assert debug_code == 2
+    code, _, shown = command_line(*words, "--debug")
+    assert code == 2
     assert shown.startswith("Traceback")
     assert "JSONDecodeError" in shown, "the cause that the line replaces"
     assert shown.endswith(line)
@@ -482,49 +362,35 @@ def test_scan_prints_coverage_findings_and_the_folder(tmp_path):
     assert (tmp_path / "run" / "alignment.parquet").exists()
 
 
-@pytest.fixture
-def invoke(tmp_path, monkeypatch):
-    """The command line in this process; returns (exit code, stdout, stderr)."""
-    monkeypatch.chdir(tmp_path)
-
-    def run(*arguments: str) -> tuple[int, str, str]:
-        shown = CliRunner().invoke(cli.app, list(arguments))
-        if shown.exception is not None and not isinstance(shown.exception, SystemExit):
-            raise shown.exception
-        return shown.exit_code, shown.stdout, shown.stderr
-
-    return run
-
-
-def test_json_prints_the_summary_and_nothing_else(tmp_path, invoke):
+def test_json_prints_the_summary_and_nothing_else(tmp_path, command_line):
     tiny_checkpoint(tmp_path / "model")
-    code, out, _ = invoke("scan", "model", "--out", "run", "--json", "--no-report")
+    code, out, _ = command_line("scan", "model", "--out", "run", "--json", "--no-report")
     facts = json.loads(out)
     assert code == 0
     assert {"coverage", "findings", "warnings"} <= set(facts)
     assert all(isinstance(line, str) for line in [*facts["coverage"], *facts["findings"], *facts["warnings"]])
 
 
-def test_quiet_prints_nothing(tmp_path, invoke):
+def test_quiet_prints_nothing(tmp_path, command_line):
     tiny_checkpoint(tmp_path / "model")
-    assert invoke("scan", "model", "--out", "run", "--quiet") == (0, "", "")
+    assert command_line("scan", "model", "--out", "run", "--quiet") == (0, "", "")
 
 
-def test_warnings_go_to_stderr(tmp_path, invoke):
+def test_warnings_go_to_stderr(tmp_path, command_line):
     tiny_checkpoint(tmp_path / "model")
-    code, out, err = invoke("scan", "model", "--out", "run", "--k", "999", "--no-report")
+    code, out, err = command_line("scan", "model", "--out", "run", "--k", "999", "--no-report")
     assert code == 0
     assert "warning: k = 999 skipped: no matrix has a rank above 16\n" in err
     assert "warning" not in out
 
 
-def test_every_option_of_scan_reaches_the_run(tmp_path, invoke):
+def test_every_option_of_scan_reaches_the_run(tmp_path, command_line):
     tiny_checkpoint(tmp_path / "model")
     options = (
         "--layers 1 --matrix up,down --router raw,centered --k 3 --fold-norm --device cpu --precision exact "
         "--keep-going --seed 3 --quiet --no-report"
     )
-    assert invoke("scan", "model", "--out", "run", *options.split())[0] == 0
+    assert command_line("scan", "model", "--out", "run", *options.split())[0] == 0
     info = json.loads((tmp_path / "run" / "run.json").read_text())
     assert info["arguments"] == {
         "layers": [[1]],
@@ -538,41 +404,34 @@ def test_every_option_of_scan_reaches_the_run(tmp_path, invoke):
     assert (info["device"], info["keep_going"]) == ("cpu", True)
 
 
-def test_a_second_scan_into_the_folder_is_refused_unless_it_may_overwrite(tmp_path, invoke):
+def test_a_second_scan_into_the_folder_is_refused_unless_it_may_overwrite(tmp_path, command_line):
     tiny_checkpoint(tmp_path / "model")
-    assert invoke("scan", "model", "--out", "run", "--quiet", "--no-report")[0] == 0
-    with pytest.raises(BadInput, match=r"other arguments \(seed\)"):
-        invoke("scan", "model", "--out", "run", "--quiet", "--seed", "1")
+    assert command_line("scan", "model", "--out", "run", "--quiet", "--no-report")[0] == 0
+    code, _, err = command_line("scan", "model", "--out", "run", "--quiet", "--seed", "1")
+    assert code == 2
+    assert_one_line(err, "other arguments (seed)")
     again = ("--seed", "1", "--overwrite", "--no-report")
-    assert invoke("scan", "model", "--out", "run", "--quiet", *again)[0] == 0
+    assert command_line("scan", "model", "--out", "run", "--quiet", *again)[0] == 0
 
 
-def test_several_models_are_steps(tmp_path, invoke):
+def test_several_models_are_steps(tmp_path, command_line):
     for step in (100, 200):
         tiny_checkpoint(tmp_path / f"checkpoint-{step}", seed=step)
     given = ("checkpoint-100", "checkpoint-200", "--out", "run", "--quiet", "--no-report")
-    assert invoke("scan", *given)[0] == 0
+    assert command_line("scan", *given)[0] == 0
     info = json.loads((tmp_path / "run" / "run.json").read_text())
     assert [checkpoint["step"] for checkpoint in info["checkpoints"]] == [100, 200]
 
 
-def test_train_prints_counts_without_training_and_what_came_of_a_training(trained_run, tmp_path):
-    from typer.testing import CliRunner
-
-    from moescope.cli import app
-
-    counted = CliRunner().invoke(app, ["train", "--dry-run"])
-    assert counted.exit_code == 0
-    assert "parameters: 887,872 in total, 887,872 trained" in counted.output
-    assert CliRunner().invoke(app, ["train", "--dry-run", "--quiet"]).output == ""
-    assert (
-        json.loads(CliRunner().invoke(app, ["train", "--dry-run", "--quiet", "--json"]).output)["steps"]
-        == 300
-    )
+def test_train_prints_counts_without_training_and_what_came_of_a_training(trained_run, command_line):
+    code, out, _ = command_line("train", "--dry-run")
+    assert code == 0
+    assert "parameters: 887,872 in total, 887,872 trained" in out
+    assert command_line("train", "--dry-run", "--quiet")[1] == ""
+    assert json.loads(command_line("train", "--dry-run", "--quiet", "--json")[1])["steps"] == 300
     config = trained_run.path.parent / "tiny.toml"
-    again = CliRunner().invoke(
-        app, ["train", str(config), "--router", "top2", "--out", str(trained_run.path), "--device", "cpu"]
-    )
-    assert again.exit_code == 0, again.output
-    assert "unigram baseline" in again.output
-    assert f"report: {trained_run.path / 'report.html'}" in again.output
+    words = ("train", config, "--router", "top2", "--out", trained_run.path, "--device", "cpu")
+    code, out, err = command_line(*words)
+    assert code == 0, err
+    assert "unigram baseline" in out
+    assert f"report: {trained_run.path / 'report.html'}" in out

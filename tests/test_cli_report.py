@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import pty
 import subprocess
 import sys
 from pathlib import Path
@@ -19,7 +18,6 @@ from moescope.run import Run
 from moescope.storage import is_leftover
 from moescope.verbs import VERBS, load_verb
 from moescope.weights.verb import scan
-from terminal import read_terminal
 
 
 @pytest.fixture(scope="module")
@@ -48,7 +46,9 @@ def command(verb: str, inputs: Path, out: Path) -> list[object]:
     return [verb, *words, "--out", out, "--device", "cpu", "--quiet"]
 
 
-@pytest.mark.parametrize("verb", ["scan", "trace", "compare", "compress", "train", "study"])
+@pytest.mark.parametrize(
+    "verb", ["scan", "trace", "compare", "compress", "train", pytest.param("study", marks=pytest.mark.slow)]
+)
 def test_a_verb_writes_its_report_into_the_run_folder(verb, inputs, tmp_path):
     assert invoke(*command(verb, inputs, tmp_path / "run")) == ("", "")
     page = (tmp_path / "run" / "report.html").read_bytes()
@@ -127,6 +127,7 @@ def test_a_file_of_somebody_else_in_the_report_s_place_is_left_alone(inputs, tmp
     assert (tmp_path / "run" / "report.html").read_text() == "mine"
 
 
+@pytest.mark.slow
 def test_killed_while_it_writes_the_report_nothing_half_written_is_taken_for_one(inputs, tmp_path):
     """kill -9 before the file is created, and when it is written but does not have its name yet."""
     for write in (1, 2):
@@ -146,19 +147,9 @@ def test_killed_while_it_writes_the_report_nothing_half_written_is_taken_for_one
         assert not [file for file in folder.iterdir() if is_leftover(file)]
 
 
-def on_terminal(words: list[object], cwd: Path) -> str:
-    """What the command prints where stdout and stderr are a terminal."""
-    terminal, end = pty.openpty()
-    line = [sys.executable, "-m", "moescope", *map(str, words)]
-    process = subprocess.Popen(line, cwd=cwd, stdout=end, stderr=end, stdin=subprocess.DEVNULL)
-    os.close(end)
-    shown = read_terminal(terminal)
-    assert process.wait(60) == 0, shown
-    return shown.decode()
-
-
-def test_on_a_terminal_a_line_says_how_to_open_the_report(inputs, tmp_path):
+def test_on_a_terminal_a_line_says_how_to_open_the_report(inputs, tmp_path, command_line, monkeypatch):
     scan(inputs / "a", out=tmp_path / "my run", quiet=True)
     words = ["scan", inputs / "a", "--out", "my run"]
-    assert "open it: moescope report 'my run' --open" in on_terminal(words, tmp_path).splitlines()
-    assert "--open" not in invoke("scan", inputs / "a", "--out", tmp_path / "my run")[0]
+    assert "--open" not in command_line(*words)[1]
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    assert "open it: moescope report 'my run' --open" in command_line(*words)[1].splitlines()

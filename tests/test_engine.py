@@ -61,6 +61,7 @@ def test_both_engines_give_the_same_results_and_ticks(connected):
         )
 
 
+@pytest.mark.slow
 def test_workers_are_other_processes_with_the_threads_of_this_one(connected, monkeypatch):
     import torch
 
@@ -78,6 +79,7 @@ def test_workers_are_other_processes_with_the_threads_of_this_one(connected, mon
         assert (fact["threads"], fact["OMP_NUM_THREADS"], fact["OPENBLAS_NUM_THREADS"]) == (2, "2", "3")
 
 
+@pytest.mark.slow
 def test_more_threads_than_any_machine_has_cpus_are_not_waited_for(connected, monkeypatch):
     monkeypatch.setattr(
         "moescope.engine.thread_variables", lambda: {**thread_variables(), "OMP_NUM_THREADS": "9"}
@@ -87,6 +89,7 @@ def test_more_threads_than_any_machine_has_cpus_are_not_waited_for(connected, mo
     assert facts[0]["OMP_NUM_THREADS"] == "9"
 
 
+@pytest.mark.slow
 def test_a_task_whose_worker_is_killed_is_repeated_and_counted_once(connected, tmp_path):
     work = functools.partial(ray_work.die_over, str(tmp_path), 5, 1)
     with open_engine("ray", None, "cpu") as engine:
@@ -94,6 +97,7 @@ def test_a_task_whose_worker_is_killed_is_repeated_and_counted_once(connected, t
     assert len(list(tmp_path.glob("5-*"))) == 2
 
 
+@pytest.mark.slow
 def test_a_task_that_kills_every_worker_is_an_error(connected, tmp_path):
     work = functools.partial(ray_work.die_over, str(tmp_path), 5, 99)
     with (
@@ -199,7 +203,7 @@ def test_the_next_task_runs_while_a_result_is_written():
 
     for done, _ in LocalEngine("cuda", n_threads=2).run(work, range(4), lambda task: None):
         if done == 0:
-            assert begun[2].wait(30)  # nobody asked for the next result yet
+            assert begun[2].wait(120)  # nobody asked for the next result yet
 
 
 # --- processes

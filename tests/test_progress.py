@@ -6,60 +6,40 @@ import logging
 import os
 import pty
 import re
-import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-from typer.testing import CliRunner
 
 from checkpoints import tiny_checkpoint
 from lab.tiny_study import write_study
 from lab.tiny_training import TOML
-from moescope import cli
 from moescope import progress as progress_module
 from moescope.progress import progress, unsaid_alerts
+from moescope.weights.verb import scan
 from routing.tiny_text import save_model, texts, write_jsonl
 from terminal import read_terminal
 
-# The command line with no time between the lines of two labels.
-HURRIED = """
-import sys
-from moescope import cli, progress
-progress.SPACING, progress.MINUTE = 0.0, 1e9
-cli.main()
-"""
-
 
 @pytest.fixture
-def lines_of(monkeypatch):
+def lines_of(monkeypatch, command_line):
     """Runs the command line here, without a terminal; returns its lines of progress."""
 
     def run(spacing: float, minute: float, *words: object) -> list[str]:
         monkeypatch.setattr(progress_module, "SPACING", spacing)
         monkeypatch.setattr(progress_module, "MINUTE", minute)
-        done = CliRunner().invoke(cli.app, [*map(str, words), "--device", "cpu", "--no-report"])
-        assert done.exit_code == 0, done.exception
-        return [line for line in done.stderr.splitlines() if " elapsed" in line]
+        code, _, err = command_line(*words, "--device", "cpu", "--no-report")
+        assert code == 0, err
+        assert "\x1b" not in err
+        return [line for line in err.splitlines() if " elapsed" in line]
 
     return run
 
 
-def test_a_scan_into_a_pipe_prints_one_line_per_layer(tmp_path: Path):
+def test_a_scan_prints_one_line_per_layer(tmp_path: Path, lines_of):
     model = tiny_checkpoint(tmp_path / "model", layers=3, experts=4)
-    command = [
-        sys.executable,
-        "-c",
-        HURRIED,
-        "scan",
-        str(model),
-        "--out",
-        str(tmp_path / "run"),
-        "--no-report",
-    ]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=240, check=True)
-    assert "\x1b" not in done.stderr
-    lines = [line for line in done.stderr.splitlines() if " elapsed" in line]
+    lines = lines_of(0, 1e9, "scan", model, "--out", tmp_path / "run")
     assert [line.split(",")[0] for line in lines] == [
         f"layer {layer}: {4 * (layer + 1)} of 12 experts" for layer in range(3)
     ]
@@ -91,6 +71,7 @@ def test_models_that_read_text_print_a_line_per_model_and_per_minute(tmp_path: P
     ]
 
 
+@pytest.mark.slow
 def test_trainings_print_a_line_per_minute_and_a_study_one_per_training(tmp_path: Path, lines_of):
     (tmp_path / "tiny.toml").write_text(TOML.format(steps=12))
     words = ("train", tmp_path / "tiny.toml", "--out")
@@ -129,20 +110,19 @@ def test_lines_are_apart_and_say_how_long_it_takes(monkeypatch, capsys):
     assert capsys.readouterr().err == ""
 
 
-def test_on_a_terminal_the_bar_lives_and_no_line_stays(tmp_path: Path):
-    terminal, end = pty.openpty()
+def test_on_a_terminal_the_bar_lives_and_no_line_stays(tmp_path: Path, monkeypatch):
+    monkeypatch.setattr(progress_module, "SPACING", 0.0)
+    monkeypatch.setenv("TERM", "xterm")
     model = tiny_checkpoint(tmp_path / "model", layers=3)
-    words = ["scan", str(model), "--out", str(tmp_path / "run"), "--no-report"]
-    command = [sys.executable, "-c", HURRIED, *words]
-    process = subprocess.Popen(
-        command, stdout=subprocess.DEVNULL, stderr=end, env={**os.environ, "TERM": "xterm"}
-    )
-    os.close(end)
-    shown = read_terminal(terminal)
-    assert process.wait(60) == 0
-    assert b"\x1b[" in shown
-    assert b"experts" in shown
-    assert not re.search(rb"layer \d: \d+ of", shown)
+    terminal, end = pty.openpty()
+    with ThreadPoolExecutor() as pool:
+        shown = pool.submit(read_terminal, terminal)
+        with os.fdopen(end, "w") as stderr, monkeypatch.context() as patch:
+            patch.setattr(sys, "stderr", stderr)
+            scan(model, out=tmp_path / "run")
+    assert b"\x1b[" in shown.result()
+    assert b"experts" in shown.result()
+    assert not re.search(rb"layer \d: \d+ of", shown.result())
 
 
 @pytest.mark.parametrize("unsaid", [True, False])

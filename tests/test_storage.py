@@ -210,7 +210,7 @@ def test_a_monitored_training_whose_joining_failed_resumes_with_every_row_once(w
         pd.testing.assert_frame_equal(frame, tables(resumed)[name], check_exact=True)
 
 
-@pytest.mark.parametrize("write", [1, 2, 3, 5, 9, 20, 40])
+@pytest.mark.parametrize("write", [1, 3, 9, 40])
 def test_a_full_disk_is_one_line_and_the_run_resumes(write, tmp_path):
     model = tiny_checkpoint(tmp_path / "model", layers=2)
     storage.failpoint = Failpoint(f"full:{write}")

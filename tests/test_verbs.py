@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 import re
-import subprocess
 import sys
 from types import ModuleType
 
@@ -18,19 +17,11 @@ from moescope.verb import COMMON, INCIDENTAL, documented_parameters, summary_of
 from moescope.verbs import OTHERS, VERBS, load_verb
 
 NAMES = [name for name, _, _ in VERBS]
-MODULES = {place.partition(":")[0] for place in [*(place for _, _, place in VERBS), *OTHERS.values()]}
 MOST_HELP_LINES = 80
 
 
 def invoke(*arguments: str):
     return CliRunner().invoke(app, list(arguments), env={"COLUMNS": "100", "TERM": "dumb", "NO_COLOR": "1"})
-
-
-def loaded_modules(source: str) -> set[str]:
-    """Run the source in a process of its own; return the names of the modules that it has imported."""
-    command = [sys.executable, "-c", f"{source}\nimport sys; print('\\n'.join(sys.modules))"]
-    shown = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
-    return set(shown.stdout.split())
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -139,22 +130,3 @@ def test_a_name_means_one_figure_and_one_table_in_the_whole_project():
             assert figures.setdefault(spec.name, spec) == spec, spec.name
         for name, table in verb.tables.items():
             assert tables.setdefault(name, table) == table, name
-
-
-def test_the_list_of_verbs_imports_neither_torch_nor_a_verb():
-    loaded = loaded_modules(
-        "import sys; sys.argv = ['moescope', '--help']\n"
-        "from moescope.cli import main\n"
-        "try:\n    main()\nexcept SystemExit:\n    pass"
-    )
-    assert "moescope.cli" in loaded
-    assert not loaded & {"torch", "pandas", "plotly", *MODULES}
-
-
-def test_a_report_reaches_every_verb_without_torch():
-    loaded = loaded_modules(
-        f"from moescope.verbs import load_verb\nfor name in {[*NAMES, *OTHERS]!r}:\n    load_verb(name)\n"
-        "import moescope.reporting.page"
-    )
-    assert loaded >= MODULES
-    assert not loaded & {"torch", "transformers", "plotly"}
