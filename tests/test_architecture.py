@@ -108,7 +108,7 @@ BUDGETS = {
     "families": 952,
     "geometry": 367,
     "intervention": 1571,
-    "lab": 4537,
+    "lab": 4468,
     "plotting": 856,
     "reporting": 687,
     "root": 2045,

@@ -60,7 +60,9 @@ def changed_names(before, after):
 
 @pytest.fixture
 def here(tmp_path, monkeypatch):
+    """A folder for trainings that are neither scanned nor traced afterwards."""
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("moescope.lab.train.analyse_run", lambda *given: None)
     return tmp_path
 
 
@@ -85,7 +87,7 @@ def test_a_dry_run_is_about_the_base_and_writes_nothing(here, family):
         moescope.count_parameters({"train": 3}, base=base)
 
 
-@pytest.mark.parametrize("family", ["mixtral", "deepseek_v3"])
+@pytest.mark.parametrize("family", ["mixtral", pytest.param("deepseek_v3", marks=pytest.mark.slow)])
 def test_training_routers_changes_no_other_tensor(family, here):
     base = saved(family, here / "base")
     run = moescope.train(settings(), base=base, out=here / "run", quiet=True)
@@ -203,19 +205,22 @@ def test_one_process_trains_on_one_gpu_where_there_are_more(tmp_path, monkeypatc
     assert tuning.training_arguments(train, tmp_path / "trainer", "cpu", 1).n_gpu == 1
 
 
-@pytest.mark.parametrize("router", ["loss_free", "spectra"])
-def test_a_replaced_router_is_trained_saved_scanned_and_traced(router, here):
-    base = saved("mixtral", here / "base")
-    run = moescope.train(settings(), base=base, router=router, out=here / "run", quiet=True)
+@pytest.mark.parametrize(("router", "low", "high"), [("loss_free", 0.98, 1.0), ("spectra", 0.2, 0.8)])
+def test_a_replaced_router_is_trained_saved_scanned_and_traced(router, low, high, tmp_path):
+    base = saved("mixtral", tmp_path / "base")
+    run = moescope.train(
+        settings(learning_rate=0.3), base=base, router=router, out=tmp_path / "run", quiet=True
+    )
     assert run.info["warnings"] == []
-    assert sorted(run.info["routing_agreement"]) == ["0", "1"]
-    if router == "loss_free":  # the same rows, sigmoid instead of softmax: the same order of experts
-        assert min(run.info["routing_agreement"].values()) > 0.98
-    again = moescope.trace(here / "run" / "model", text=write_text(here), out=here / "trace", quiet=True)
-    assert len(again.table("load")) > 0
-    scanned = moescope.scan(here / "run" / "model", out=here / "scan", quiet=True)
-    assert scanned.info["status"] == "done"
-    parts = {name.split("mlp.")[-1].split(".")[0] for name in trained_names(base, here / "run" / "model")}
+    assert set(run.parts) == {"scan", "trace"}
+    assert len(run.parts["trace"].table("load")) > 0
+    # of the router at step 0; loss_free has the same rows, sigmoid instead of softmax: the same order
+    agreement = run.info["routing_agreement"]
+    assert sorted(agreement) == ["0", "1"]
+    assert low < min(agreement.values()) <= max(agreement.values()) <= high
+    old, new = (routed_experts(str(tmp_path / name)) for name in ("base", "run/model"))
+    assert float((old[..., None] == new[:, None]).any(-1).float().mean()) < 0.8  # training moved it far
+    parts = {name.split("mlp.")[-1].split(".")[0] for name in trained_names(base, run.path / "model")}
     assert parts <= {"gate", "moescope_shared_router"}
 
 
@@ -240,11 +245,6 @@ def routed_experts(folder):
     return routing[0].chosen_TK
 
 
-def write_text(folder):
-    (folder / "text.txt").write_text("words and more words\n" * 40)
-    return [str(folder / "text.txt")]
-
-
 def test_the_control_of_a_new_router_is_the_kept_one_trained_alike(here):
     base = saved("mixtral", here / "base")
     config = settings(trained="routers+experts", learning_rate=1e-2)
@@ -261,6 +261,7 @@ def test_the_control_of_a_new_router_is_the_kept_one_trained_alike(here):
     pd.testing.assert_series_equal(control["trained_minus"], apart, check_names=False)
 
 
+@pytest.mark.slow
 def test_every_control_reads_the_batches_of_the_training(here, monkeypatch):
     read, before = {}, tuning.PartTrainer.training_step
 
@@ -278,17 +279,6 @@ def test_every_control_reads_the_batches_of_the_training(here, monkeypatch):
         assert all(torch.equal(one, other) for one, other in zip(training, control, strict=True))
 
 
-@pytest.mark.parametrize(("router", "low", "high"), [("loss_free", 0.98, 1.0), ("spectra", 0.2, 0.8)])
-def test_the_routing_agreement_is_between_the_old_router_and_the_new_one_at_step_0(router, low, high, here):
-    base = saved("mixtral", here / "base")
-    config = settings(learning_rate=0.3)
-    run = moescope.train(config, base=base, router=router, out=here / "run", quiet=True)
-    assert low < min(run.info["routing_agreement"].values()) <= max(run.info["routing_agreement"].values())
-    assert max(run.info["routing_agreement"].values()) <= high
-    old, new = (routed_experts(str(here / name)) for name in ("base", "run/model"))
-    assert float((old[..., None] == new[:, None]).any(-1).float().mean()) < 0.8  # training moved it far
-
-
 @pytest.mark.parametrize("router", ["kept", "loss_free"])
 def test_padding_has_no_part_in_the_routing_agreement(router):
     model = tiny("mixtral")
@@ -304,7 +294,9 @@ def test_padding_has_no_part_in_the_routing_agreement(router):
         assert torch.equal(together[layer][20:].sort(-1).values, chosen.sort(-1).values)
 
 
-@pytest.mark.parametrize("family", DENSE)
+@pytest.mark.parametrize(
+    "family", [pytest.param(name, marks=[pytest.mark.slow] * (name == "qwen3")) for name in DENSE]
+)
 def test_a_dense_model_is_upcycled_trained_and_compared_with_the_dense_control(family, here):
     base = saved(family, here / "base")
     config = settings(trained="routers+experts", experts=3, controls=True)
@@ -325,15 +317,6 @@ def test_a_dense_model_is_upcycled_trained_and_compared_with_the_dense_control(f
     assert run.info["model"]["top_k"] == 2
 
 
-def test_a_warmup_longer_than_the_training_is_a_warning(here):
-    base, config = saved("mixtral", here / "base"), settings(warmup=9)
-    facts = moescope.count_parameters(config, base=base)
-    run = moescope.train(config, base=base, out=here / "run", quiet=True)
-    (warning,) = run.info["warnings"]
-    assert "warmup 9 exceeds steps 4" in warning
-    assert any(warning in line for line in size_lines(facts))
-
-
 def test_routers_over_equal_copies_are_rejected(here):
     base = saved("llama", here / "base")
     with pytest.raises(BadInput, match="nothing to learn"):
@@ -342,8 +325,12 @@ def test_routers_over_equal_copies_are_rejected(here):
 
 
 def test_a_dense_base_has_no_old_router_and_both_held_out_losses_name_their_text(here):
-    config = settings(trained="routers+experts", experts=3, router="loss_free", steps=1)
-    run = moescope.train(config, base=saved("llama", here / "base"), out=here / "run", quiet=True)
+    config = settings(trained="routers+experts", experts=3, router="loss_free", warmup=9)
+    base = saved("llama", here / "base")
+    run = moescope.train(config, base=base, out=here / "run", quiet=True)
+    (warning,) = run.info["warnings"]
+    assert "warmup 9 exceeds steps 4" in warning
+    assert any(warning in line for line in size_lines(moescope.count_parameters(config, base=base)))
     assert run.info["routing_agreement"] is None
     summary = run.verb.summary(run)
     assert not any("old router" in line for line in summary.coverage)
@@ -356,6 +343,7 @@ def test_a_dense_base_has_no_old_router_and_both_held_out_losses_name_their_text
     assert "10 rows of 32 tokens" in of_rows
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "changes",
     [

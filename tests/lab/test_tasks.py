@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import subprocess
 import sys
 import tomllib
 from types import SimpleNamespace
@@ -122,13 +121,8 @@ def test_missing_data_are_one_line_before_the_training(here):
     text = (tasks / "letters.yaml").read_text()
     text = re.sub(r"dataset_kwargs:\n.*\n.*\n", "", text.replace("path: json", "path: nobody/nothing"))
     (tasks / "letters.yaml").write_text(text)
-    (here / "config.toml").write_text("[train]\nsteps = 2\nsequence_length = 32\n")
-    command = [sys.executable, "-m", "moescope", "train", "config.toml", "--base", str(base)]
-    command += ["--tasks", str(tasks), "--out", "run"]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert done.returncode == 2
-    (line,) = done.stderr.strip().splitlines()
-    assert "nobody/nothing" in line
+    with pytest.raises(BadInput, match="nobody/nothing"):
+        moescope.train(settings(), base=base, tasks=str(tasks), out=here / "run", quiet=True)
     assert not (here / "run").exists()
 
 
@@ -204,18 +198,13 @@ def test_a_study_scores_every_training_as_its_own_log_likelihoods_do(here):
     assert again.table("study_tasks").equals(found)
 
 
-def test_tasks_of_a_study_that_cannot_be_loaded_are_one_line_before_any_training(here):
-    study = write_study(here)
-    for tasks, said in (('"nothing.yaml"', "nothing.yaml"), ("3", "tasks must be text")):
-        file = here / "bad.toml"
-        file.write_text(f"tasks = {tasks}\n{study.read_text()}")
-        command = [sys.executable, "-m", "moescope", "study", str(file), "--out", "bad"]
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
-        assert done.returncode == 2
-        (line,) = done.stderr.strip().splitlines()
-        assert said in line
-        assert "--tasks" not in line
-        assert not (here / "bad").exists()
+@pytest.mark.parametrize(("tasks", "said"), [("nothing.yaml", "nothing.yaml"), (3, "tasks must be text")])
+def test_tasks_of_a_study_that_cannot_be_loaded_are_named_before_any_training(here, tasks, said):
+    config = {**tomllib.loads(write_study(here).read_text()), "tasks": tasks}
+    with pytest.raises(BadInput, match=said) as raised:
+        moescope.study(config, out=here / "bad", quiet=True)
+    assert "--tasks" not in str(raised.value)
+    assert not (here / "bad").exists()
 
 
 def test_a_group_of_a_folder_is_loaded_with_its_tasks(here):

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from lab.test_train_parts import damage
-from lab.tiny_training import TOML
+from lab.tiny_training import SHAPE, STEPS, TOML
 from moescope.cli import main
 from moescope.decoder.config import ModelConfig
 from moescope.errors import BadInput
@@ -178,23 +178,8 @@ def test_overwrite_begins_anew_and_leaves_other_peoples_files(trained_run: Run, 
     ["some", pytest.param("spectra", marks=pytest.mark.slow), pytest.param("dense", marks=pytest.mark.slow)],
 )
 def test_every_kind_of_router_ends_in_a_report(router: str, tmp_path: Path):
-    model = {
-        "d_model": 16,
-        "layers": 2,
-        "heads": 2,
-        "d_ff": 16,
-        "experts": 4,
-        "max_positions": 64,
-        "router": router,
-    }
-    settings = {
-        "steps": 2,
-        "batch_size": 4,
-        "sequence_length": 16,
-        "evaluate_every": 1,
-        "checkpoint_every": 1,
-        "warmup": 1,
-    }
+    model = {**SHAPE, "router": router}
+    settings = {**STEPS, "checkpoint_every": 1, "warmup": 1}
     run = train(
         {"model": model, "data": {"max_bytes": 20_000}, "train": settings},
         out=tmp_path / "run",
@@ -358,22 +343,8 @@ def test_what_cannot_be_done_is_refused_before_any_work(
 
 
 def test_a_model_trained_further_keeps_its_vocabulary_whatever_the_new_text_says(tmp_path: Path):
-    settings = {
-        "steps": 2,
-        "batch_size": 4,
-        "sequence_length": 16,
-        "evaluate_every": 2,
-        "checkpoint_every": 2,
-    }
-    shape = {
-        "vocabulary": 300,
-        "d_model": 16,
-        "layers": 1,
-        "heads": 2,
-        "d_ff": 16,
-        "experts": 4,
-        "max_positions": 32,
-    }
+    settings = {**STEPS, "evaluate_every": 2}
+    shape = {**SHAPE, "vocabulary": 300, "layers": 1, "max_positions": 32}
     for name, line in (("old", "{} green bottles"), ("new", "there are {} more rows here")):
         (tmp_path / f"{name}.txt").write_text("".join(line.format(i) + "\n" for i in range(300)))
     first, further = ({"text": [str(tmp_path / f"{name}.txt")]} for name in ("old", "new"))
@@ -400,23 +371,8 @@ def test_a_model_trained_further_keeps_its_vocabulary_whatever_the_new_text_says
 
 def test_a_vocabulary_that_the_text_cannot_fill_and_a_text_cut_in_two_are_said(tmp_path: Path):
     (tmp_path / "a.txt").write_text("row of many\n" * 100)
-    shape = {
-        "vocabulary": 4096,
-        "d_model": 16,
-        "layers": 1,
-        "heads": 2,
-        "d_ff": 16,
-        "experts": 1,
-        "top_k": 1,
-        "router": "topk",
-    }
-    settings = {
-        "steps": 2,
-        "batch_size": 2,
-        "sequence_length": 16,
-        "evaluate_every": 1,
-        "checkpoint_every": 2,
-    }
+    shape = {**SHAPE, "vocabulary": 4096, "layers": 1, "experts": 1, "top_k": 1, "router": "topk"}
+    settings = {**STEPS, "batch_size": 2}
     data = {"text": [str(tmp_path / "a.txt")], "vocabulary": "bpe"}
     run = train(
         {"model": shape, "data": data, "train": settings}, out=tmp_path / "run", device="cpu", quiet=True
@@ -512,13 +468,7 @@ def test_files_are_domains_and_weights_may_come_from_a_checkpoint(trained_run: R
         "".join(json.dumps({"text": f"row {i} of many, many rows"}) + "\n" for i in range(60))
     )
     domains = {"a": str(tmp_path / "a.txt"), "b": str(tmp_path / "b.jsonl")}
-    settings = {
-        "steps": 2,
-        "batch_size": 4,
-        "sequence_length": 16,
-        "evaluate_every": 1,
-        "checkpoint_every": 2,
-    }
+    settings = STEPS
     run = train(
         {"data": {"domains": domains}, "train": settings},
         from_=trained_run.path / "checkpoints" / "step-12",
@@ -537,23 +487,8 @@ def test_files_are_domains_and_weights_may_come_from_a_checkpoint(trained_run: R
 def test_a_compiled_training_says_nothing_of_gradients_instead_of_failing_at_them(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ):
-    shape = {
-        "vocabulary": 258,
-        "d_model": 16,
-        "layers": 1,
-        "heads": 2,
-        "d_ff": 16,
-        "experts": 2,
-        "router": "top2",
-    }
-    settings = {
-        "steps": 2,
-        "batch_size": 2,
-        "sequence_length": 16,
-        "warmup": 1,
-        "evaluate_every": 1,
-        "checkpoint_every": 2,
-    }
+    shape = {**SHAPE, "vocabulary": 258, "layers": 1, "experts": 2, "router": "top2"}
+    settings = {**STEPS, "batch_size": 2, "warmup": 1}
     for compile in (False, True):
         config = {"model": shape, "data": {"max_bytes": 50_000}, "train": {**settings, "compile": compile}}
         run = train(config, out=tmp_path / str(compile), device="cpu")

@@ -33,6 +33,15 @@ TINY = LabConfig(
         evaluation_rows=20,
     ),
 )
+SHAPE: dict[str, Any] = {
+    "d_model": 16,
+    "layers": 2,
+    "heads": 2,
+    "d_ff": 16,
+    "experts": 4,
+    "max_positions": 64,
+}
+STEPS = {"steps": 2, "batch_size": 4, "sequence_length": 16, "evaluate_every": 1, "checkpoint_every": 2}
 TOML = """
 [model]
 d_model = 32
