@@ -1,7 +1,10 @@
 """The one exception that users see."""
 
+import re
+
 LONGEST_LINE = 400  # characters of an error on the terminal
 REMEDY = 140  # of them at its end
+CREDENTIALS = re.compile(r"(?<=://)[^/?#\s]*@")  # of a URL, also within another one
 
 
 def printable(text: str) -> str:
@@ -18,13 +21,13 @@ def shortened(line: str) -> str:
 
 
 class BadInput(Exception):
-    """Unusable input: one line that names the thing, the value and the remedy.
+    """Unusable input: one line that names the thing, the value and the remedy, and no password of a URL.
 
     The command line prints the line and exits with code 2. Any other exception is a bug.
     """
 
     def __init__(self, message: str):
-        super().__init__(printable(message))
+        super().__init__(CREDENTIALS.sub("", printable(message)))
 
 
 class UnusableExpert(BadInput):

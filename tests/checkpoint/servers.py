@@ -34,6 +34,7 @@ class FileServer(ThreadingHTTPServer):
         self.ranges = True  # honour Range headers
         self.drop_next = 0  # connections to cut before answering
         self.status: int | None = None  # answer everything with that
+        self.silent = False  # accept every request and answer none
 
     @property
     def url(self) -> str:
@@ -65,6 +66,10 @@ class Handler(BaseHTTPRequestHandler):
         if server.drop_next and not head:
             server.drop_next -= 1
             self.connection.close()
+            return
+        if server.silent:
+            self.rfile.read(1)  # until the client gives up
+            self.close_connection = True
             return
         if server.status:
             self.send_error(server.status)

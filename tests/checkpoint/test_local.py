@@ -90,7 +90,7 @@ def test_a_bin_file_of_parameters_is_read_and_one_of_hollow_tensors_refused(tmp_
     torch.save({"a": torch.nn.Parameter(torch.ones(2))}, tmp_path / "pytorch_model.bin")
     assert not open_checkpoint(tmp_path).read("a").requires_grad
     torch.save({"a": torch.ones(2, device="meta")}, tmp_path / "pytorch_model.bin")
-    with pytest.raises(BadInput, match="tensors without data"):
+    with pytest.raises(BadInput, match="tensor a "):
         open_checkpoint(tmp_path)
 
 
@@ -120,7 +120,7 @@ def test_a_pipe_beside_the_weights_is_not_waited_for(tmp_path):
     os.mkfifo(tmp_path / "pipe.safetensors")
     assert set(open_checkpoint(tmp_path).tensors) == {"a", "b"}
     os.mkfifo(tmp_path / "config.json")
-    with pytest.raises(BadInput, match=r"config\.json: not a text file"):
+    with pytest.raises(BadInput, match=r"config\.json: a pipe or device"):
         open_checkpoint(tmp_path)
 
 

@@ -18,7 +18,8 @@ if TYPE_CHECKING:
 Index = int | slice | None  # of a tensor's first axis: one index, a slice, or all of it
 
 MAX_HEADER_BYTES = 100_000_000  # safetensors' own limit
-MAX_TEXT_BYTES = 1_000_000_000  # of an index or a config; the largest seen are a few megabytes
+MAX_CONFIG_BYTES = 10_000_000  # parsed JSON takes up to twenty times as much memory
+MAX_INDEX_BYTES = 64_000_000  # the largest seen have a third of that
 INDEX_NAMES = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
 SINGLE_NAMES = ("model.safetensors", "pytorch_model.bin")
 SUFFIXES = (".safetensors", ".bin")
@@ -226,6 +227,15 @@ def gather_headers(files: Files, names: Sequence[str]) -> dict[str, TensorInfo]:
     if not tensors:
         raise BadInput(f"{', '.join(map(files.label, names))}: no tensor in it; download it again")
     return tensors
+
+
+def check_text_size(files: Files, name: str) -> None:
+    """Reject a config or an index that is too large to be one, before it is read."""
+    size, most = files.size(name), MAX_INDEX_BYTES if name in INDEX_NAMES else MAX_CONFIG_BYTES
+    if size > most:
+        raise BadInput(
+            f"{files.label(name)}: {size:,} bytes, at most {most:,} are read; download the file again"
+        )
 
 
 def read_config(files: Files) -> dict[str, Any] | None:

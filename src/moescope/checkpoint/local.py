@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING, Any
 from moescope.checkpoint.files import (
     FLOAT_DTYPES,
     MAX_HEADER_BYTES,
-    MAX_TEXT_BYTES,
     Files,
     Index,
     StoredTensor,
+    check_text_size,
     first_line,
     safetensors_headers,
 )
@@ -55,8 +55,9 @@ class LocalFiles(Files):
         path = self.folder / name
         if not path.exists():
             return None
-        if not (path.is_file() or path.is_dir()) or path.stat().st_size > MAX_TEXT_BYTES:
-            raise BadInput(f"{path}: not a text file of reasonable size; download it again")
+        if not (path.is_file() or path.is_dir()):
+            raise BadInput(f"{path}: a pipe or device, not a text file; download it again")
+        check_text_size(self, name)
         return path.read_bytes()
 
     def size(self, name: str) -> int:
@@ -214,10 +215,13 @@ def load_pickled(path: Path) -> dict[str, Tensor]:
         raise BadInput(
             f"{path}: not a plain table of names and tensors; give a checkpoint saved as safetensors"
         )
-    if any(tensor.is_meta or tensor.layout != torch.strided for _, tensor in table):
-        raise BadInput(
-            f"{path}: holds tensors without data or of sparse layout; give a checkpoint saved as safetensors"
-        )
+    for name, tensor in table:
+        plain = not tensor.is_meta and tensor.layout == torch.strided and not tensor.is_nested
+        if not plain or tensor.untyped_storage().nbytes() < tensor.nbytes:
+            raise BadInput(
+                f"{path}: tensor {name} is sparse or nested, or larger than what the file holds of it; give "
+                "a checkpoint saved as safetensors"
+            )
     return {name: tensor.detach() for name, tensor in table}
 
 

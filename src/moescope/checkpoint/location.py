@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import logging
 import os
 import re
 import tempfile
@@ -12,23 +13,22 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
-from urllib.parse import urlsplit
 
 from moescope.checkpoint.files import (
     GGUF,
     INDEX_NAMES,
     MAX_HEADER_BYTES,
-    MAX_TEXT_BYTES,
     SUFFIXES,
     Files,
     Index,
     StoredTensor,
+    check_text_size,
     first_line,
     folder_tensors,
     safetensors_headers,
 )
 from moescope.checkpoint.local import LocalFiles
-from moescope.errors import BadInput
+from moescope.errors import CREDENTIALS, BadInput
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -37,6 +37,8 @@ if TYPE_CHECKING:
 
 FIRST_BYTES = 65536  # first request: holds the header's length and usually all of the header
 ATTEMPTS = 4  # a scan of hours should survive a dropped connection
+SILENT_ATTEMPTS = 2  # a server that accepts a connection and stays silent is waited for each time
+SILENCE = 30.0  # seconds; a file's size is asked for in two ways, so an attempt takes a minute
 VERSION_FIELDS = (
     "ETag", "etag", "blob_id", "md5", "mtime", "LastModified", "last_modified", "Last-Modified", "created",
 )  # fmt: skip
@@ -89,10 +91,7 @@ class RemoteFiles(Files):
     def raw(self, name: str) -> bytes | None:
         if not self.exists(name):
             return None
-        if self.size(name) > MAX_TEXT_BYTES:
-            raise BadInput(
-                f"{self.label(name)}: {self.size(name):,} bytes is no text file; check the address"
-            )
+        check_text_size(self, name)
         return bytes(self.retry(name, lambda: self.filesystem.cat_file(self.path(name))))
 
     def size(self, name: str) -> int:
@@ -179,13 +178,19 @@ class RemoteFiles(Files):
             raise
 
     def retry(self, name: str, request: Callable[[], Value], attempts: int = ATTEMPTS) -> Value:
-        """Return the answer, repeating the request after connection failures."""
+        """Return the answer, repeating the request after connection failures, after silence once."""
         try:
             return request()
         except BadInput:
             raise
         except Exception as error:  # each file system has its own errors
             reason, cause = permanent_failure(error), error.__cause__ or error
+        silent = isinstance(cause, TimeoutError)
+        if silent and reason is None:
+            reason = f"no answer within {SILENCE:g} seconds"
+        if silent and attempts > ATTEMPTS + 1 - SILENT_ATTEMPTS:
+            logging.getLogger("moescope").warning(f"moescope: {self.label(name)}: {reason}; asking again")
+            return self.retry(name, request, attempts - 1)
         if reason is None and attempts > 1:
             time.sleep(0.5 * 2 ** (ATTEMPTS - attempts))
             return self.retry(name, request, attempts - 1)
@@ -235,6 +240,7 @@ HUB_ID = re.compile(r"(?P<owner>[\w.-]+)/(?P<name>[\w.-]+)(@(?P<revision>[\w./-]
 HUB_PAGE = re.compile(
     r"https?://(?:www\.)?huggingface\.co/(?P<id>[\w.-]+/[\w.-]+)(?:/tree/(?P<revision>[^/]+))?/?"
 )
+QUERY = re.compile(r"(https?://[^?#]*)(\?[^#]*)")
 WEIGHTS = ["*.safetensors", "*.bin", "*.json"]
 
 
@@ -267,6 +273,10 @@ def find_location(model: str | Path, revision: str | None = None) -> Location:
 
 
 def local_location(text: str) -> Location:
+    try:
+        text.encode()  # run.json and the report are UTF-8
+    except UnicodeEncodeError:
+        raise BadInput(f"{text}: its name is not UTF-8; rename it") from None
     similar = similar_names(text)
     missing = BadInput(
         f"{text}: no such folder or file; " + (f"did you mean {similar[0]}?" if similar else "check the path")
@@ -303,26 +313,30 @@ def similar_names(text: str) -> list[str]:
 
 
 def hide_credentials(url: str) -> str:
-    """Return the URL without user name, password and query."""
-    parts = urlsplit(url)
-    user = parts.netloc.rpartition("@")[0]
-    plain = url.removesuffix(f"?{parts.query}") if parts.scheme in ("http", "https") else url
-    return plain.replace(f"{user}@", "", 1) if user else plain
+    """Return the URL, or each of a chain of them, without user name, password and query."""
+    return QUERY.sub(r"\1", CREDENTIALS.sub("", url))
+
+
+def web_timeout() -> Any:
+    from aiohttp import ClientTimeout
+
+    return ClientTimeout(total=None, sock_connect=SILENCE, sock_read=SILENCE)
 
 
 def url_location(url: str) -> Location:
     import fsspec
 
-    parts = urlsplit(url)
-    user = parts.netloc.rpartition("@")[0]
-    query = f"?{parts.query}" if parts.query and parts.scheme in ("http", "https") else ""
+    asked = QUERY.search(url)
+    query = asked[2] if asked and url.endswith(asked[2]) else ""
     plain, shown = url.removesuffix(query), hide_credentials(url).rstrip("/")
+    secrets = tuple(secret for secret in (*CREDENTIALS.findall(url), query) if len(secret) > 1)
     try:
-        filesystem, path = fsspec.core.url_to_fs(plain)
+        web = [protocol for protocol in ("http", "https") if f"{protocol}://" in plain]
+        settings = {protocol: {"client_kwargs": {"timeout": web_timeout()}} for protocol in web}
+        filesystem, path = fsspec.core.url_to_fs(plain, **settings)
     except Exception as error:  # each file system has its own errors; fsspec names the package it needs
         raise BadInput(f"{shown}: {first_line(error)[:200]}; check the address") from None
     root, name = path.rstrip("/"), shown.rsplit("/", 1)[-1]
-    secrets = tuple(secret for secret in (f"{user}@", query) if len(secret) > 1)
     if not name.endswith(SUFFIXES):
         return Location(url, shown, name, RemoteFiles(filesystem, root, shown, query, secrets))
     files = RemoteFiles(filesystem, root.rsplit("/", 1)[0], shown.rsplit("/", 1)[0], query, secrets)

@@ -59,10 +59,11 @@ class Checkpoint:
         digest = hashlib.sha256(json.dumps(self.config, sort_keys=True).encode())
         digest.update(str(self.revision).encode())
         for info in sorted(self.stored.values(), key=lambda info: info.name):
-            digest.update(f"{info.name} {info.shape} {info.dtype} {info.file_name}\n".encode())
+            facts = f"{info.name} {info.shape} {info.dtype} {info.file_name}\n"
+            digest.update(facts.encode(errors="surrogateescape"))
         for file in self.file_names():
             mark = self.files.fingerprint(file) if self.revision is None else str(self.files.size(file))
-            digest.update(f"{file} {mark}\n".encode())
+            digest.update(f"{file} {mark}\n".encode(errors="surrogateescape"))
         return digest.hexdigest()
 
     def file_names(self) -> list[str]:

@@ -116,6 +116,7 @@ class Pairs:
     @classmethod
     def of(cls, content: str) -> Pairs:
         tokenizer = library().Tokenizer.from_str(content)
+        tokenizer.no_padding()  # which could be to any length
         tokenizer.encode_special_tokens = True  # a literal "<pad>" in a text is five letters
         return cls(tokenizer)
 

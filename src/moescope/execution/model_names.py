@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
+import math
 import os
 import re
 from collections.abc import Iterable, Sequence
@@ -14,6 +17,7 @@ import numpy as np
 from moescope.checkpoint import Checkpoint, open_checkpoint
 from moescope.checkpoint.files import read_config
 from moescope.checkpoint.location import find_location, hide_credentials
+from moescope.checkpoint.writing import SMALL_FILE_BYTES, TEMPLATE_FOLDER
 from moescope.errors import BadInput
 from moescope.execution.failures import reject_if
 from moescope.execution.texts import Source, is_ids
@@ -21,6 +25,12 @@ from moescope.families.reading import text_config
 from moescope.types import Integers
 
 CHECKED_IDS = 2**24
+# of a tokenizer and its chat templates
+TOKENIZER_FILES = (
+    *("tokenizer*", "vocab*", "merges.txt", "added_tokens.json", "special_tokens_map.json", "spiece*"),
+    *("sentencepiece*", "chat_template*", f"{TEMPLATE_FOLDER}/*"),
+)
+MOST_GROWTH = 1000  # characters that a tokenizer may make of one
 LAYER = re.compile(r"(?:^|\.)(?:layers|layer|blocks|block|h)\.(\d{1,9})\.")
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 
@@ -136,7 +146,42 @@ def checkpoint_identity(name: str) -> dict[str, Any]:
         path, _, revision = name.partition("@")
         return {"path": path, "revision": revision or None, "header_hash": None}
     facts = {"path": checkpoint.address, "revision": checkpoint.revision}
-    return {**facts, "header_hash": checkpoint.header_hash()}
+    return {**facts, "header_hash": checkpoint.header_hash(), "tokenizer": tokenizer_hash(name)}
+
+
+def tokenizer_files(name: str) -> list[Path]:
+    """Return the files of a folder's tokenizer; reject what would take endless time or memory to load."""
+    folder = Path(name)
+    found = {file for pattern in TOKENIZER_FILES for file in folder.glob(pattern)} if folder.is_dir() else ()
+    files = sorted(file for file in found if file.exists() and not file.is_dir())
+    for file in files:
+        reject_if(
+            not file.is_file() or file.stat().st_size > SMALL_FILE_BYTES,
+            f"{file}: a pipe or device, or over {SMALL_FILE_BYTES:,} bytes; download the tokenizer again",
+        )
+        if file.name == "tokenizer.json" and b'"Replace"' in (content := file.read_bytes()):
+            with suppress(ValueError, RecursionError, AttributeError):  # loading says what is wrong
+                times = growth(json.loads(content).get("normalizer"))
+                reject_if(
+                    times > MOST_GROWTH,
+                    f"{file}: its normalizer makes up to {times:.3g} characters of one; download it again",
+                )
+    return files
+
+
+def growth(part: Any) -> float:
+    """Return how many characters the replacements in a part of tokenizer.json make of one, all in a row."""
+    parts = part.values() if isinstance(part, dict) else part if isinstance(part, list) else ()
+    content = part.get("content") if isinstance(part, dict) and part.get("type") == "Replace" else None
+    own = max(len(content), 1) if isinstance(content, str) else 1
+    return math.prod(map(growth, parts), start=float(own))
+
+
+def tokenizer_hash(name: str) -> str | None:
+    """Return a hash of the tokenizer in a folder; None elsewhere: a commit has one tokenizer."""
+    files = tokenizer_files(name)
+    parts = [(file.name, hashlib.sha256(file.read_bytes()).hexdigest()) for file in files]
+    return hashlib.sha256(json.dumps(parts).encode()).hexdigest() if files else None
 
 
 def checkpoint_layer_names(name: str, in_memory: dict[int, str]) -> dict[int, str]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging as python_logging
-import os
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
@@ -26,7 +25,7 @@ from moescope.execution.capture import check_transformers
 from moescope.execution.chat_templates import ChatTemplate
 from moescope.execution.documents import WINDOW
 from moescope.execution.failures import one_line, reason, reject_if
-from moescope.execution.model_names import checked_checkpoint
+from moescope.execution.model_names import checked_checkpoint, tokenizer_files
 from moescope.execution.replaced import replaced_classes
 from moescope.processor import avoid_broken_amx
 from moescope.types import Integers
@@ -34,7 +33,6 @@ from moescope.types import Integers
 HALF = (torch.bfloat16, torch.float16)
 TRUST = "read it, and pass --trust-remote-code if you trust it"
 CODE_NEEDED = f"is defined by Python code inside the checkpoint, which moescope does not run; {TRUST}"
-TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json")
 GIVE_IDS = "give token ids with --token-ids FILE"
 DEFECT = "holds NaN or Inf, so nothing was run; fix the checkpoint, or download it again"
 MOST_GROWTH = 2  # parameters that a config may describe per stored one: some are computed when loading
@@ -325,6 +323,7 @@ def load_tokenizer(path: str, more: dict[str, Any]) -> Any:
     """Return the model's tokenizer, or None where it has none."""
     from transformers import AutoTokenizer
 
+    files = tokenizer_files(path)
     try:
         with quiet_transformers():
             tokenizer = AutoTokenizer.from_pretrained(path, **more)
@@ -332,8 +331,7 @@ def load_tokenizer(path: str, more: dict[str, Any]) -> Any:
             return tokenizer if tokenizer("a b c 1 2 3")["input_ids"] else None
     except Exception as error:  # whatever transformers raises on a damaged file
         reject_if("trust_remote_code" in str(error), f"the tokenizer {CODE_NEEDED}")
-        has_files = any(os.path.exists(os.path.join(path, file)) for file in TOKENIZER_FILES)
-        reject_if(has_files, f"its tokenizer cannot be loaded ({reason(error)}); repair it")
+        reject_if(files, f"its tokenizer cannot be loaded ({reason(error)}); repair it")
         return None
 
 

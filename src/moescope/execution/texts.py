@@ -35,6 +35,7 @@ CHUNK = 2**20  # bytes, characters or token ids per document at most: longer one
 LONGEST_LINE = 2**25  # bytes of a JSON line
 LONGEST_NAME = 100  # characters of a domain's name
 OPEN_FILES = 32  # read in turn
+MOST_UNPACKED, UNPACKED_BYTES = 200, 2**26  # of a packed file: times its size, and what is read anyway
 MOST_LISTED = 10  # files of a text in run.json
 LINES = (".jsonl", ".ndjson")
 TEXT_FIELDS = ("text", "content", "messages")
@@ -274,7 +275,18 @@ def is_ids(content: Content) -> bool:
 
 
 def open_bytes(file: Path) -> Any:
-    return io.BufferedReader(gzip.open(file)) if file.suffix == ".gz" else file.open("rb")
+    return io.BufferedReader(TextOfGzip(file)) if file.suffix == ".gz" else file.open("rb")
+
+
+class TextOfGzip(gzip.GzipFile):
+    """A packed text. Texts shrink to a twentieth at best, zeros to a thousandth: those never end."""
+
+    def read(self, size: int | None = -1) -> bytes:
+        read = super().read(size)
+        packed = os.fstat(self.fileno()).st_size
+        if self.tell() > max(UNPACKED_BYTES, MOST_UNPACKED * packed):
+            raise OSError(f"unpacked, it is over {MOST_UNPACKED} times as large; give a text")
+        return read
 
 
 def decoded(content: bytes, where: str, start: int = 0) -> str:

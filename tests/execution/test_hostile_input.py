@@ -1,0 +1,147 @@
+"""Input that would take endless time or memory, or show a password: one line each, before any work."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+
+import moescope
+from checkpoint.servers import serving
+from checkpoints import tiny_checkpoint
+from decoder.tiny_lab import tiny
+from moescope.checkpoint import location, open_checkpoint
+from moescope.decoder.model import LabModel
+from moescope.decoder.saving import save_model
+from moescope.decoder.vocabulary import Bytes
+from moescope.errors import BadInput
+from moescope.execution.models import load_tokenizer
+from moescope.execution.texts import check_not_empty, sources
+from routing.tiny_text import save_model as save_text_model
+from routing.tiny_text import texts, write_jsonl
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+@pytest.mark.parametrize("what", ["expanded", "nested"])
+def test_a_tensor_larger_than_the_bin_file_that_holds_it_is_rejected(tmp_path, what):
+    tensors = {
+        "expanded": torch.ones(1).expand(10**10),
+        "nested": torch.nested.nested_tensor([torch.ones(2), torch.ones(3)]),
+    }
+    torch.save({"a": torch.ones(2), "b": tensors[what]}, tmp_path / "pytorch_model.bin")
+    assert (tmp_path / "pytorch_model.bin").stat().st_size < 10_000
+    with pytest.raises(BadInput, match=r"pytorch_model\.bin: tensor b "):
+        open_checkpoint(tmp_path)
+
+
+def replace_by(file: Path, kind: str) -> None:
+    file.unlink()
+    if kind == "a pipe":
+        os.mkfifo(file)
+    elif kind == "a device":
+        file.symlink_to("/dev/zero")
+    else:  # sparse: no disk space
+        with file.open("wb") as large:
+            large.truncate(10**9)
+
+
+@pytest.mark.parametrize("kind", ["a pipe", "a device", "a large file"])
+def test_only_a_regular_config_of_some_megabytes_is_read(tmp_path, kind):
+    save_model(LabModel(tiny("topk", vocabulary=258)), Bytes(), tmp_path / "lab")
+    (tmp_path / "text").write_text("text")
+    for folder in (tiny_checkpoint(tmp_path / "model"), tmp_path / "lab"):
+        replace_by(folder / "config.json", kind)
+        with pytest.raises(BadInput, match=r"config\.json: "):
+            open_checkpoint(folder)
+        with pytest.raises(BadInput):
+            moescope.trace(folder, text=tmp_path / "text", out=tmp_path / "run", quiet=True)
+
+
+def test_a_packed_text_of_zeros_is_not_unpacked_to_its_end(tmp_path):
+    with gzip.open(tmp_path / "a.txt.gz", "wb") as file:
+        for _ in range(100):
+            file.write(b" " * 2**20)
+    with pytest.raises(BadInput, match=r"a\.txt\.gz: cannot be read .*200 times"):
+        check_not_empty(sources([tmp_path / "a.txt.gz"], [], None))
+
+
+@pytest.fixture
+def model(tmp_path) -> Path:
+    return save_text_model(tmp_path / "model", chat_template=True)
+
+
+def test_a_tokenizer_that_makes_thousands_of_characters_of_one_is_rejected(model):
+    file = model / "tokenizer.json"
+    content = json.loads(file.read_text())
+    rule = {"type": "Replace", "pattern": {"String": " "}, "content": " " * 100}
+    content["normalizer"] = {"type": "Sequence", "normalizers": [rule, rule]}
+    file.write_text(json.dumps(content))
+    with pytest.raises(BadInput, match=r"tokenizer\.json: its normalizer makes up to 1e\+04 characters"):
+        load_tokenizer(str(model), {})
+
+
+@pytest.mark.parametrize("kind", ["a pipe", "a device", "a large file"])
+def test_a_tokenizer_is_read_from_regular_files(model, kind):
+    replace_by(model / "tokenizer.json", kind)
+    with pytest.raises(BadInput, match=r"tokenizer\.json: a pipe or device, or over"):
+        load_tokenizer(str(model), {})
+
+
+@pytest.mark.parametrize("changed", ["tokenizer.json", "chat_template.jinja"])
+def test_another_tokenizer_or_chat_template_is_another_run(model, tmp_path, changed):
+    text = write_jsonl(tmp_path / "a.jsonl", texts(25))
+    given = {"text": text, "out": tmp_path / "run", "device": "cpu", "quiet": True}
+    run = moescope.trace(model, **given)
+    file = model / changed
+    file.write_text(file.read_text() + "\n" if file.exists() else "{{ messages }}")
+    with pytest.raises(BadInput, match="tokenizer"):
+        moescope.trace(model, **given)
+    assert moescope.trace(model, **given, overwrite=True).info["checkpoints"] != run.info["checkpoints"]
+
+
+def test_a_name_that_is_not_utf_8_is_one_line(tmp_path):
+    folder = tmp_path / os.fsdecode(b"a\xff")
+    tiny_checkpoint(folder)
+    with pytest.raises(BadInput, match="its name is not UTF-8; rename it"):
+        moescope.scan(folder, out=tmp_path / "run", quiet=True)
+    shutil.move(folder / "model.safetensors", tmp_path / os.fsdecode(b"b\xff.safetensors"))
+    assert len(open_checkpoint(tmp_path).header_hash()) == 64
+
+
+@pytest.mark.parametrize("url", ["http://[x]/y", "http://me:secret@[x]/y", "simplecache::http://[x]/y"])
+def test_an_address_that_is_none_is_one_line_without_its_password(url):
+    with pytest.raises(BadInput) as caught:
+        open_checkpoint(url)
+    assert "[x]/y" in str(caught.value)
+    assert "secret" not in str(caught.value)
+
+
+def test_no_password_of_any_address_is_stored_or_shown(tmp_path):
+    tiny_checkpoint(tmp_path / "files" / "moe")
+    with serving(tmp_path / "files") as server:
+        secret = server.url.replace("http://", "http://me:secret@")
+        run = moescope.scan(f"simplecache::{secret}/moe", out=tmp_path / "run", quiet=True)
+    assert "secret" not in (run.path / "run.json").read_text()
+    for verb in (
+        lambda: moescope.trace(tmp_path / "files" / "moe", text=f"{secret}/a.txt", out=tmp_path / "other"),
+        lambda: moescope.train("nano", base=f"{secret}/moe", out=tmp_path / "other"),
+    ):
+        with pytest.raises(BadInput) as caught:
+            verb()
+        assert "secret" not in str(caught.value)
+
+
+def test_a_silent_server_is_asked_once_more_and_named(tmp_path, monkeypatch, caplog):
+    monkeypatch.setattr(location, "SILENCE", 0.2)
+    with serving(tmp_path) as server:
+        server.silent = True
+        with pytest.raises(BadInput, match=r"config\.json: .*no answer within 0\.2 seconds"):
+            open_checkpoint(f"{server.url}/moe")
+        assert len(server.requests) == 2 * location.SILENT_ATTEMPTS  # the size is asked for in two ways
+    (line,) = caplog.messages
+    assert f"{server.url}/moe/config.json" in line
