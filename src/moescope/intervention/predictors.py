@@ -31,7 +31,8 @@ class Correlation:
     """Mean over layers of a rank correlation with the effect, within layers.
 
     `chance` is the largest size that 95 % of permutations of experts within layers stay below; `ceiling` what
-    a perfect predictor would reach, from two halves of the documents. Interval and p are NaN under 12 layers.
+    a perfect predictor would reach, from two halves of the documents. Interval and p are NaN under 12 layers,
+    and with chance for a partial correlation.
     """
 
     value: float
@@ -79,10 +80,14 @@ def centred_ranks(values: pd.Series) -> np.ndarray:
 def correlate(scores: pd.DataFrame, predictor: str, given: str | None = None, seed: int = 0) -> Correlation:
     """Return the mean over layers of Spearman's correlation of a predictor with the effect.
 
-    With `given` the partial correlation: both ranks lose what the ranks of `given` explain. Chance and p come
-    from permutations of the experts' (residual) effects within layers, the interval from layers drawn with
-    replacement. The ceiling is √(2r/(1 + r)), r the mean correlation of the effects on two halves of the
+    Chance and p come from permutations of the experts' effects within layers, the interval from layers drawn
+    with replacement. The ceiling is √(2r/(1 + r)), r the mean correlation of the effects on two halves of the
     documents (Spearman-Brown).
+
+    With `given` the partial correlation: both ranks lose what the ranks of `given` explain. It has no test:
+    where score and effect follow load and nothing else, but not linearly in its ranks, a correlation remains.
+    In 200 simulated sweeps of each of twelve such cases permutations reject in 0.07 to 0.99, and within
+    strata of 4 experts of like load, after a cubic in the ranks of load, still in up to 0.60.
     """
     layers, pairs, halves = [], [], []
     for layer, rows in scores.groupby("layer"):
@@ -102,7 +107,8 @@ def correlate(scores: pd.DataFrame, predictor: str, given: str | None = None, se
         nan = float("nan")
         return Correlation(nan, nan, nan, nan, nan, nan, (), np.array([]))
     by_layer = np.array([float(x @ y) for x, y in pairs])
-    estimate = mean_correlation(pairs, FEWEST_CLAIMED, seed)
+    untested = (float(by_layer.mean()), *[float("nan")] * 4)
+    estimate = mean_correlation(pairs, FEWEST_CLAIMED, seed) if given is None else untested
     return Correlation(*estimate, split_half_ceiling(halves), tuple(layers), by_layer)
 
 

@@ -56,9 +56,9 @@ CHANGE = Said("interventions", "loss_difference", text="Effect of {change}: loss
 LATER = ", of changed choices in later layers {choices_changed}"
 KL = "; KL divergence {kl} [{kl_low}, {kl_high}]"
 PREDICTED = [
-    Said("predictors", "correlation", where="q.isna()", pick="first", text="No claim about predictors: {layers} layers, 12 are needed."),
+    Said("predictors", "correlation", where="given == '' and q.isna()", pick="first", text="No claim about predictors: {layers} layers, 12 are needed."),
     Said("predictors", "correlation", where="q.notna() and given == ''", only="claimed", pick="furthest", group="predictor", text="The effect of removing an expert follows {count} of {total} scores beyond permuted experts (q < 0.05): {groups} (rank correlation; ceiling {ceiling}).", otherwise="The effect of removing an expert follows none of {total} scores beyond permuted experts (q < 0.05)."),
-    Said("predictors", "correlation", where="q.notna() and given != ''", only="claimed", pick="furthest", group="predictor", text="Given load, it follows {count} of {total} scores: {groups}.", otherwise="Given load, it follows none of {total} scores beyond permuted experts (q < 0.05)."),
+    Said("predictors", "correlation", where="given != '' and layers >= 12", pick="furthest", group="predictor", text="Given load (partial rank correlation, not tested): {groups}."),
 ]
 # fmt: on
 
