@@ -19,7 +19,7 @@ from pathlib import Path
 
 import numpy as np
 
-from moescope.deployment.caches import belady, lfu, neighbours, recency, stack_depths
+from moescope.deployment.caches import belady, lfu, recency, stack_depths
 from moescope.deployment.coverage import coverage_tables
 from moescope.deployment.placement import Cluster, placement_table
 from moescope.deployment.prefetch import prefetch_table
@@ -75,8 +75,7 @@ def own_seconds(chosen_TK: np.ndarray, n: int, most: int) -> float:
     start = time.process_time()
     recency(chosen_TK, n)
     sequence_S = chosen_TK.reshape(-1)
-    known = neighbours(sequence_S)
-    stack_depths([lfu(sequence_S, n, known=known), belady(sequence_S, n, known=known)], most)
+    stack_depths([lfu(sequence_S, n), belady(sequence_S, n)], most)
     return (time.process_time() - start) / chosen_TK.size
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import combinations
+
 import numpy as np
 
 
@@ -26,31 +28,29 @@ def replay_lfu(sequence, slots):
     return hits
 
 
-def replay_belady(sequence, slots, preloaded=()):
-    cache, hits = set(preloaded), []
+def replay_belady(sequence, slots):
+    """The best possible: the first experts are in place, and what is needed last goes, or does not enter."""
+    cache, hits = set(list(dict.fromkeys(sequence))[:slots]), []
     for time, expert in enumerate(sequence):
         hits.append(expert in cache)
-        if expert not in cache and len(cache) == slots:
-            rest = sequence[time:]
-            cache.remove(max(cache, key=lambda cached: rest.index(cached) if cached in rest else len(rest)))
         cache.add(expert)
+        if len(cache) > slots:
+            rest = sequence[time + 1 :]
+            cache.remove(max(cache, key=lambda cached: rest.index(cached) if cached in rest else len(rest)))
     return hits
 
 
-def most_hits(sequence, slots, preloaded=()):
-    """The most hits of any schedule: every choice of the expert to evict is tried."""
-    reachable = {frozenset(preloaded): 0}
+def most_hits(sequence, slots):
+    """The most hits of any schedule: every start is tried, and every choice of what to leave out."""
+    experts = sorted(set(sequence))
+    reachable = {frozenset(start): 0 for start in combinations(experts, min(slots, len(experts)))}
     for expert in sequence:
         following: dict[frozenset, int] = {}
         for cache, hits in reachable.items():
-            if expert in cache:
-                options = [(cache, hits + 1)]
-            elif len(cache) < slots:
-                options = [(cache | {expert}, hits)]
-            else:
-                options = [(cache - {evicted} | {expert}, hits) for evicted in cache]
-            for state, count in options:
-                following[state] = max(following.get(state, 0), count)
+            full = cache | {expert}
+            options = [full] if len(full) <= slots else [full - {evicted} for evicted in full]
+            for state in options:
+                following[state] = max(following.get(state, 0), hits + (expert in cache))
         reachable = following
     return max(reachable.values())
 

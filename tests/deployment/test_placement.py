@@ -104,7 +104,7 @@ def test_experts_that_act_together_are_placed_together():
     trace = token_trace([chosen_TK], np.repeat(np.arange(24), 48), 16)
     rows, places = table_of(trace, Cluster(4, 2, 0, 100))
     assert rows.loc[("coactivation", 0.0), "cross_device"] == pytest.approx(0.75)  # one device
-    assert rows.loc[("random", 0.0), "cross_device"] > 1.2
+    assert rows.loc[("coactivation", 0.0), "cross_device_chance"] > 1.2
     assert rows.loc[("coactivation", 0.0), "cross_device_least"] == 0.75
     found = [set(part) for part in np.split(places["coactivation"], 4)]
     assert sorted(map(sorted, found)) == sorted(

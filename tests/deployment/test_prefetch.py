@@ -7,7 +7,13 @@ import pytest
 
 from deployment.deployment_runs import token_trace
 from deployment.plain_caches import random_tokens
-from moescope.deployment.prefetch import count_pairs, follow_scores, predicted_places, prefetch_table
+from moescope.deployment.prefetch import (
+    PREDICTORS,
+    count_pairs,
+    follow_scores,
+    predicted_places,
+    prefetch_table,
+)
 from moescope.deployment.tokens import split_tokens
 
 
@@ -80,7 +86,25 @@ def test_places_follow_from_the_summed_shares():
 
 
 def test_budgets_stop_at_the_number_of_experts():
-    trace = token_trace([random_tokens(np.random.default_rng(3), 20, 4, 6)], np.zeros(20, int), 6)
+    trace = token_trace([random_tokens(np.random.default_rng(3), 20, 4, 6)], np.arange(20), 6)
     rows = table_of(trace).loc["static_in_sample"]
     assert sorted(set(rows.index.get_level_values("budget"))) == [4, 6]
     assert rows.loc[(6, 0.0), "recall"] == 1
+
+
+def test_all_predictors_are_scored_on_the_same_layers_and_tokens():
+    """Of a single document on its second half; all layers together are those that have one before them."""
+    generator = np.random.default_rng(5)
+    first_TK = np.tile([[0, 1]], (40, 1))  # easy to name, but nothing comes before it
+    later = [random_tokens(generator, 40, 2, 8) for _ in range(2)]
+    chosen_LTK = [first_TK, *later]
+    trace = token_trace(chosen_LTK, np.zeros(40, int), 8, probed_LTX=np.stack(chosen_LTK).astype(np.int16))
+    rows = table_of(trace).xs(2, level="budget")
+    together = rows[rows.index.get_level_values("layer").isna()].droplevel("layer")
+    assert set(together.index) == set(PREDICTORS)
+    assert (together["choices"] == 2 * 2 * 20).all()
+    for predictor in PREDICTORS:
+        layers = rows.loc[predictor].loc[[1.0, 2.0]]
+        assert (layers["choices"] == 2 * 20).all()
+        assert together.loc[predictor, "recall"] == pytest.approx(layers["recall"].mean())
+    assert rows.loc[("static", 0.0), "recall"] == 1

@@ -37,8 +37,34 @@ def test_one_document_is_learned_from_its_first_half_only():
     chosen_TK = np.array([[0, 1]] * 10 + [[2, 3]] * 10)
     rows = table_of(token_trace([chosen_TK], np.zeros(20, int), 8), [2])
     assert rows.loc[("static", 2, 0.0), ["hit_rate", "tokens"]].tolist() == [0, 10]
-    assert rows.loc[("static", 2, 0.0), "optimum"] == 18 / 20  # Belady from the same list
     assert rows["low"].isna().all()
+
+
+@pytest.mark.parametrize("documents", [1, 6])
+def test_all_policies_are_scored_on_the_same_tokens_and_none_beats_the_best_possible(documents):
+    """Of a single document on the second half, with caches that the first one filled."""
+    generator, n = np.random.default_rng(4), 12
+    weight_TE = np.repeat(generator.dirichlet(np.full(n, 0.5), 4), 30, axis=0)  # changes with time
+    chosen_TK = np.array([generator.choice(n, 3, replace=False, p=weight_E) for weight_E in weight_TE])
+    trace = token_trace([chosen_TK], np.repeat(np.arange(documents), 120 // documents), n)
+    tested = slice(180, None) if documents == 1 else slice(None)
+    sequence, slots = chosen_TK.reshape(-1).tolist(), [3, 5, 8]
+    for cold in (False, True):
+        rows = table_of(trace, slots, cold=cold).xs(0.0, level="layer")
+        assert rows["choices"].unique().tolist() == [len(sequence[tested])]
+        policies = rows.drop("lru_split", level="policy")
+        assert (policies["hit_rate"] <= policies["optimum"] + 1e-12).all()
+        best = policies.xs("belady")["hit_rate"]
+        assert all(row["optimum"] == best[size] for (_, size), row in policies.iterrows())
+    rows = table_of(trace, slots).xs(0.0, level="layer")
+    for size in slots:
+        for policy, replay in (("lru", replay_lru), ("lfu", replay_lfu)):
+            assert rows.loc[(policy, size), "hit_rate"] == pytest.approx(
+                np.mean(replay(sequence, size)[tested])
+            )
+        anew = replay_lru(sequence[tested], size), replay_belady(sequence[tested], size)
+        assert rows.loc[("lru", size), "from_empty"] == pytest.approx(np.mean(anew[0]))
+        assert rows.loc[("belady", size), "hit_rate"] == pytest.approx(np.mean(anew[1]))
 
 
 def test_rates_equal_those_of_plain_caches_and_every_policy_stays_below_its_optimum():
@@ -110,27 +136,29 @@ def test_slots_that_no_cache_reaches_are_null():
     splits = split_tokens(trace.document_T, 0)
     tables = residency_tables(trace, [4], splits, None, None, False, lambda count: None)
     rows = tables["slots_needed"].set_index(["policy", "layer"])
-    assert rows.loc[["lru", "belady"], "slots"].isna().all()
-    assert rows.loc["static", "slots"].notna().all()  # a list of all experts
+    assert rows.loc[["lru", "lfu"], "slots"].isna().all()
+    assert rows.loc[["static", "belady"], "slots"].notna().all()  # a list of all experts
 
 
-def test_a_preloaded_list_may_beat_a_cold_optimum_but_not_its_own():
+def test_a_preloaded_list_may_beat_lru_by_its_first_misses_and_is_then_the_best_possible():
     chosen_TK = np.tile([[0, 1]], (4, 1))
-    rows = table_of(token_trace([chosen_TK], np.array([0, 0, 1, 1]), 4), [2])
-    static, cold = rows.loc[("static", 2, 0.0)], rows.loc[("belady", 2, 0.0)]
-    assert (static["hit_rate"], static["optimum"], cold["hit_rate"]) == (1, 1, 6 / 8)
-    assert cold["compulsory"] == 2 / 8
+    rows = table_of(token_trace([chosen_TK], np.array([0, 0, 1, 1]), 4), [2]).xs((2, 0.0), level=(1, 2))
+    assert rows.loc[["static", "lru", "belady"], "hit_rate"].tolist() == [1, 6 / 8, 1]
+    assert rows.loc["lru", ["optimum", "compulsory"]].tolist() == [1, 2 / 8]
 
 
 def test_bytes_and_milliseconds_follow_from_the_misses():
     chosen_LTK = [[[0, 1], [0, 2], [0, 1]], [[3, 2], [3, 2], [3, 2]]]
-    trace = token_trace(chosen_LTK, np.zeros(3, int), 4)
+    trace = token_trace(chosen_LTK, np.arange(3), 4)
     rows = table_of(trace, [2], np.array([10e6, 1e6]), bandwidth=2.0)
     lru = rows.loc[("lru", 2)].sort_index()
     # layer 0 loads 0, 1, 2, then 1 again; layer 1 loads 3 and 2 once
     assert lru["loads_per_token"].tolist() == pytest.approx([4 / 3, 2 / 3, 2])
     assert lru["bytes_per_token"].tolist() == pytest.approx([40e6 / 3, 2e6 / 3, 14e6])
     assert lru["ms_per_token"].tolist()[-1] == pytest.approx(14e6 / 2e9 * 1000)
+    chance = 2 * (1 - lru["chance"].to_numpy()[:2]) @ [10e6, 1e6]  # of two choices per token and layer
+    assert lru["bytes_chance"].tolist()[-1] == pytest.approx(chance)
+    assert lru["ms_chance"].tolist()[-1] == pytest.approx(chance / 2e9 * 1000)
 
 
 def test_slots_go_to_the_layer_that_needs_them():
@@ -149,8 +177,8 @@ def test_a_cold_start_loads_every_document_anew():
     chosen_TK = np.tile([[0, 1]], (6, 1))
     trace = token_trace([chosen_TK], np.repeat([0, 1, 2], 2), 4)
     rows = table_of(trace, [2], cold=True).xs(0.0, level="layer")
-    for policy in ("lru", "lfu", "belady"):
-        assert rows.loc[(policy, 2), "hit_rate"] == 0.5
+    for policy, rate in (("lru", 0.5), ("lfu", 0.5), ("belady", 1)):
+        assert rows.loc[(policy, 2), "hit_rate"] == rate
     assert table_of(trace, [2]).loc[("lru", 2, 0.0), "hit_rate"] == 10 / 12
 
 
@@ -169,7 +197,7 @@ def test_intervals_cover_the_rate_of_endless_text():
 def test_empty_slots_and_tokens_that_a_layer_did_not_see_do_not_count():
     whole = np.array([[0, 1], [2, 3], [0, 1]])
     ragged = np.array([[-1, -1], [2, -1], [2, 0]])
-    rows = table_of(token_trace([whole, ragged], np.zeros(3, int), 4), [2])
+    rows = table_of(token_trace([whole, ragged], np.arange(3), 4), [2])
     assert rows.loc[("lru", 2, 1.0), ["tokens", "choices", "hit_rate"]].tolist() == [2, 3, 1 / 3]
 
 
@@ -204,6 +232,7 @@ def test_chance_with_cold_starts_and_empty_slots_is_that_of_such_a_trace():
     ragged = np.tile([[0, -1]], (80, 1))
     pairs = table_of(token_trace([ragged], np.repeat(np.arange(40), 2), 4), [2], cold=True)
     draws = 256 * 40
-    for policy in ("lru", "lfu", "belady"):
+    assert pairs.loc[("belady", 2, 0.0), "chance"] == 1  # both are in place at the start
+    for policy in ("lru", "lfu"):
         found = pairs.loc[(policy, 2, 0.0), "chance"]
         assert found == pytest.approx(1 / 8, abs=4 * np.sqrt(0.25 * 0.75 / draws) / 2)

@@ -3,11 +3,14 @@
 LRU, LFU and Belady's optimum are stack algorithms (Mattson et al. 1970, IBM Systems Journal 9:78): a cache of
 s slots always holds a subset of what one of s + 1 slots holds, so experts can be kept in one stack, and a
 choice hits every cache that is larger than its expert's depth in it. One replay answers for all sizes.
+
+The optimum is that of all policies that load an expert only when it is chosen, whatever their cache holds at
+the start: it starts with the experts that are chosen first, and may leave a loaded expert out of the cache.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -18,6 +21,7 @@ from moescope.types import Array, Integers
 Keys = NDArray[np.int16]
 Depths = NDArray[np.integer]  # per token and slot; -1 where the slot is empty
 LOWEST = np.int16(-2)  # of an empty place in a stack
+HIGHEST = np.int16(2**15 - 1)
 ABSENT = np.int16(-1)  # of an expert that is in no stack
 TOKENS_AT_ONCE = 4096
 FIRST_CHECK = 64  # steps, then doubled: a segment that is repeated ends where nothing changes any more
@@ -143,52 +147,34 @@ class Replay(NamedTuple):
     sequence_S: NDArray[np.integer]
     n_experts: int
     known: Neighbours
-    document_S: Integers | None  # given where caches start empty in every document
+    document_S: Integers | None  # given where caches start anew in every document
     keys: Callable[[Replay, int, Integers], Keys16]
-    starts: list[Integers]  # each the experts that fill the cache at the start, first slot first
+    optimal: bool = False  # starts with the experts chosen first; may leave a chosen expert out
 
 
 def belady(
     sequence_S: NDArray[np.integer],
     n_experts: int,
-    starts: Iterable[Integers] = (np.zeros(0, dtype=np.int64),),
     document_S: Integers | None = None,
     known: Neighbours | None = None,
 ) -> Replay:
-    """Belady's optimum: evict the expert whose next choice is farthest away (1966, IBM Systems Journal 5:78).
+    """Belady's optimum: evict the expert whose next choice is farthest away (1966, IBM Systems Journal 5:78),
+    which may be the one just loaded.
 
-    Each of `starts` are the experts that fill the cache at the start, first slot first; `known` are the
-    sequence's neighbours, where they are computed already.
+    The experts chosen first are in place at the start; with `document_S` at that of each document. `known`
+    are the sequence's neighbours, where they are computed already.
     """
-    return Replay(
-        sequence_S,
-        n_experts,
-        known or neighbours(sequence_S, document_S),
-        document_S,
-        belady_keys,
-        list(starts),
-    )
+    known = known or neighbours(sequence_S, document_S)
+    return Replay(sequence_S, n_experts, known, document_S, belady_keys, optimal=True)
 
 
-def lfu(
-    sequence_S: NDArray[np.integer],
-    n_experts: int,
-    document_S: Integers | None = None,
-    known: Neighbours | None = None,
-) -> Replay:
+def lfu(sequence_S: NDArray[np.integer], n_experts: int, document_S: Integers | None = None) -> Replay:
     """Least frequently used: evict the expert with the fewest choices, of equals the least recent.
 
     Counts survive eviction. With `document_S` they start anew in each document, and experts of earlier
     documents are evicted first: the same as an empty cache.
     """
-    return Replay(
-        sequence_S,
-        n_experts,
-        known or neighbours(sequence_S, document_S),
-        document_S,
-        lfu_keys,
-        [np.zeros(0, dtype=np.int64)],
-    )
+    return Replay(sequence_S, n_experts, neighbours(sequence_S, document_S), document_S, lfu_keys)
 
 
 def last_times(replay: Replay, length: int) -> Integers:
@@ -220,11 +206,7 @@ def belady_keys(replay: Replay, length: int, last_RE: Integers) -> Keys16:
     """Next choices within the segment by their time; later ones by their order, below those."""
     n, rows, steps = replay.n_experts, len(last_RE) - 1, len(replay.sequence_S)
     next_S, never = replay.known.next_S, steps + length
-    first_E = np.full(n, never, dtype=np.int64)  # an expert may be in the cache before its first choice
-    if replay.document_S is None:
-        firsts = np.flatnonzero(replay.known.before_S < 0)
-        first_E[replay.sequence_S[firsts]] = firsts
-    next_RE = np.where(last_RE < 0, first_E, next_S[last_RE])
+    next_RE = np.where(last_RE < 0, never, next_S[last_RE])
     next_RE[(next_RE < 0) | (next_RE >= steps)] = never
     end_R = (np.arange(rows) + 1) * length
     order_RE = np.argsort(-next_RE[1:], axis=1, kind="stable")
@@ -243,9 +225,8 @@ def belady_keys(replay: Replay, length: int, last_RE: Integers) -> Keys16:
     after_RL.reshape(-1)[outside] = np.where(lasts, end_RE[row, expert], 0)
     before_RL = np.tile((n + 1 + length - np.arange(length)).astype(np.int16), (rows, 1))
     before_RL.reshape(-1)[steps:], after_RL.reshape(-1)[steps:] = ABSENT, 0
-    if replay.document_S is not None:
-        start_RE[last_RE[:-1] < 0] = ABSENT
-        end_RE[last_RE[1:] < 0] = ABSENT
+    start_RE[last_RE[:-1] < 0] = ABSENT
+    end_RE[last_RE[1:] < 0] = ABSENT
     return Keys16(before_RL, after_RL, start_RE, end_RE)
 
 
@@ -287,7 +268,7 @@ def lfu_keys(replay: Replay, length: int, last_RE: Integers) -> Keys16:
 
 
 def stack_depths(replays: list[Replay], most: int) -> list[Depths]:
-    """Return the depth of every choice in its cache's stack, `most` where it is deeper or new; per start.
+    """Return the depth of every choice in its cache's stack, `most` where it is deeper or new.
 
     Time is cut into segments that are replayed side by side. Each starts with a guess: the last choice on
     top, the others by priority. Then segments start again from the stack that the one before ended with,
@@ -300,14 +281,19 @@ def stack_depths(replays: list[Replay], most: int) -> list[Depths]:
     length = max(SHORTEST_SEGMENT, -(-sum(steps) // SEGMENTS))
     length = max(min(length, max(steps, default=1), MOST_KEYS - 2 * widest), 1)
     side = Segments(replays, length, most)
-    depths_by_replay: list[list[Depths]] = [[] for _ in replays]
-    for turn in range(max((len(replay.starts) for replay in replays), default=0)):
-        side.settle(turn)
-        for number, replay in enumerate(replays):
-            if turn < len(replay.starts):
-                part_RL = side.depth_RL[side.first[number] : side.first[number + 1]]
-                depths_by_replay[number].append(part_RL.reshape(-1)[: steps[number]].copy())
-    return [depths for parts in depths_by_replay for depths in parts]
+    side.settle()
+    depths = []
+    for number, replay in enumerate(replays):
+        part_RL = side.depth_RL[side.first[number] : side.first[number + 1]]
+        depth_S = part_RL.reshape(-1)[: steps[number]].copy()
+        if replay.optimal:  # the first s experts are in a cache of s slots from the start
+            new_S = replay.known.before_S < 0
+            order_S = np.cumsum(new_S, dtype=np.int32) - 1
+            if replay.document_S is not None:
+                order_S -= order_S[np.searchsorted(replay.document_S, replay.document_S)]  # sorted
+            depth_S[new_S] = np.minimum(order_S[new_S], most)
+        depths.append(depth_S)
+    return depths
 
 
 class Segments:
@@ -324,6 +310,7 @@ class Segments:
         self.depth_RL = np.empty((count, length), dtype=np.uint8 if most < 256 else np.uint16)
         self.begin_MR = np.full((most, count), LOWEST, dtype=np.int16)  # stacks at the start
         self.last_MR = self.begin_MR.copy()  # and at the end
+        self.always_R = np.repeat([not replay.optimal for replay in replays], sizes)  # a chosen expert enters
         for number, replay in enumerate(replays):
             if sizes[number]:
                 own = slice(self.first[number], self.first[number + 1])
@@ -331,33 +318,26 @@ class Segments:
                 keys = replay.keys(replay, length, last_RE)
                 self.before_RL[own], self.after_RL[own] = keys.before_RL, keys.after_RL
                 self.start_RE[own, : replay.n_experts], self.end_RE[own, : replay.n_experts] = keys[2:]
-                # a cache may be filled before an expert is first chosen
-                there_RE = (last_RE[:-1] >= 0) | (len(replay.starts[0]) > 0)
-                guess_RE = np.where(there_RE, keys.start_RE, LOWEST)
+                guess_RE = np.where(last_RE[:-1] >= 0, keys.start_RE, LOWEST)
                 top_R = last_RE[:-1].argmax(1)
                 tops = np.take_along_axis(guess_RE, top_R[:, None], axis=1)
-                np.put_along_axis(guess_RE, top_R[:, None], np.int16(2**15 - 1), axis=1)
+                if not replay.optimal:
+                    np.put_along_axis(guess_RE, top_R[:, None], HIGHEST, axis=1)
                 guess_RE = -np.sort(-guess_RE, axis=1)[:, :most]
-                guess_RE[:, :1] = tops
+                if not replay.optimal:
+                    guess_RE[:, :1] = tops
                 self.begin_MR[: guess_RE.shape[1], own] = guess_RE.T
         ends = {FIRST_CHECK, *range(STEPS_AT_ONCE, length, STEPS_AT_ONCE), length}
         self.ends = sorted(end for end in ends if end <= length)
         checks = [FIRST_CHECK << power for power in range(16) if FIRST_CHECK << power < length]
         self.checks = {step: np.full_like(self.begin_MR, LOWEST - 1) for step in checks if step in self.ends}
 
-    def settle(self, turn: int) -> None:
-        """Replay from the given starts until every segment starts as the one before ends."""
-        active: list[int] = []
-        for number, replay in enumerate(self.replays):
-            begin, end = self.first[number : number + 2]
-            if turn < len(replay.starts) and end > begin:
-                loaded = replay.starts[turn][: self.most]
-                self.begin_MR[:, begin] = LOWEST
-                self.begin_MR[: len(loaded), begin] = self.start_RE[begin, loaded]
-                active += range(begin, end) if turn == 0 else [begin]
+    def settle(self) -> None:
+        """Replay until every segment starts as the one before ends."""
+        self.begin_MR[:, self.first[:-1][np.diff(self.first) > 0]] = LOWEST
         later = np.ones(self.first[-1] + 1, dtype=bool)
         later[self.first] = False
-        changed = np.array(active, dtype=np.int64)
+        changed = np.arange(self.first[-1])
         while len(changed):
             self.replay(changed)
             following = changed[later[changed + 1]] + 1
@@ -394,7 +374,7 @@ class Segments:
             before_SR, after_SR = (
                 np.ascontiguousarray(keys_RL[active, part].T) for keys_RL in (self.before_RL, self.after_RL)
             )
-            stack_MR = replay_steps(stack_MR, before_SR, after_SR, depth_SR)
+            stack_MR = replay_steps(stack_MR, before_SR, after_SR, depth_SR, self.always_R[active])
             self.depth_RL[active, part] = depth_SR.T
             if end in self.checks:
                 seen_MR = self.checks[end]
@@ -407,13 +387,15 @@ class Segments:
         self.last_MR[:, active] = stack_MR[:-1]
 
 
-def replay_steps(stack_MR: Keys, before_SR: Keys, after_SR: Keys, depth_SR: Depths) -> Keys:
+def replay_steps(
+    stack_MR: Keys, before_SR: Keys, after_SR: Keys, depth_SR: Depths, always_R: NDArray[np.bool_]
+) -> Keys:
     """Make these choices in all stacks at once, write their depths, and return the new stacks.
 
-    A chosen expert moves to the top. Going down from there, of the expert that is carried and the one in
-    place the one with the higher priority stays and the other is carried on, until the chosen expert's old
-    place is filled: it counts as the lowest priority, which carries nothing on. The last row is below the
-    stack: what is written there is lost.
+    A chosen expert moves to the top, where it always enters the cache; else it is carried like the others.
+    Going down, of the expert that is carried and the one in place the one with the higher priority stays and
+    the other is carried on, until the chosen expert's old place is filled: it counts as the lowest priority,
+    which carries nothing on. The last row is below the stack: what is written there is lost.
     """
     most, rows = len(stack_MR) - 1, stack_MR.shape[1]
     next_MR, equal_MR = np.empty_like(stack_MR), np.empty((most, rows), dtype=bool)
@@ -421,7 +403,10 @@ def replay_steps(stack_MR: Keys, before_SR: Keys, after_SR: Keys, depth_SR: Dept
     height_M = np.arange(most, 0, -1, dtype=depth_SR.dtype)[:, None]
     carried_MR, column_R = np.empty((most, rows), dtype=np.int16), np.arange(rows)
     carried_R = carried_MR[0]
-    for before_R, after_R, depth_R in zip(before_SR, after_SR, depth_SR, strict=True):
+    entering_SR = np.where(always_R, HIGHEST, after_SR)
+    for before_R, after_R, entering_R, depth_R in zip(
+        before_SR, after_SR, entering_SR, depth_SR, strict=True
+    ):
         np.equal(stack_MR[:-1], before_R, out=equal_MR)
         np.multiply(equal_MR.view(np.uint8), height_M, out=height_MR)
         np.subtract(most, height_MR.sum(0, dtype=depth_SR.dtype), out=depth_R)
@@ -429,7 +414,9 @@ def replay_steps(stack_MR: Keys, before_SR: Keys, after_SR: Keys, depth_SR: Dept
         place_R *= rows
         place_R += column_R
         stack_MR.reshape(-1)[place_R] = LOWEST
-        next_MR[0] = after_R
+        np.maximum(stack_MR[0], after_R, out=next_MR[0])
+        np.copyto(next_MR[0], after_R, where=always_R)
+        np.minimum(stack_MR[0], entering_R, out=stack_MR[0])
         if rows < FEW_SEGMENTS:
             np.minimum.accumulate(stack_MR[:-1], axis=0, out=carried_MR)
             np.maximum(carried_MR[:-1], stack_MR[1:-1], out=next_MR[1:-1])

@@ -1,4 +1,4 @@
-"""Coverage: whether the text reached every expert, and how much more of it would."""
+"""Coverage: whether the text reached every expert, and how many experts fewer documents reach."""
 
 from __future__ import annotations
 
@@ -10,13 +10,11 @@ import pandas as pd
 
 from moescope.deployment.tokens import TokenTrace, counts_by
 from moescope.run import Run
-from moescope.statistics import TAILS, resampled_sums
-from moescope.types import Array, Integers
+from moescope.statistics import TAILS
+from moescope.types import Integers
 
 SUBSAMPLES = 50
-RESAMPLES = 200
 SHARES = (1 / 8, 1 / 4, 1 / 2, 3 / 4)  # of the documents, as subsamples
-FURTHER = (2, 4, 8, 16, 32, 64)  # times the documents, extrapolated
 
 
 def coverage_tables(
@@ -61,7 +59,6 @@ def tables_of_counts(
                 "minimum": minimum,
                 "below": tokens_E < minimum,
                 "documents": (counts_DE > 0).sum(0),
-                "documents_needed": needed_documents(tokens_E, len(counts_DE), minimum),
             }
             experts.append(pd.DataFrame(facts | measured))
         curves += curve_rows(name, np.concatenate(own_LDE, axis=1), minimum, seed)
@@ -70,20 +67,17 @@ def tables_of_counts(
     return {"coverage": frame, "coverage_curve": pd.DataFrame(curves)}
 
 
-def needed_documents(tokens_E: Array | Integers, documents: int, minimum: int) -> Array:
-    """Documents like these until the expected tokens reach the minimum; NaN for an expert without a token."""
-    return np.ceil(minimum * documents / np.where(tokens_E > 0, tokens_E, np.nan))
-
-
 def curve_rows(domain: str, counts_DX: Integers, minimum: int, seed: int) -> list[dict[str, Any]]:
-    """Experts below the minimum with fewer documents (subsamples) and with more (extrapolated).
+    """Experts below the minimum in all documents, and in subsamples of fewer.
 
-    With more, each expert's tokens grow with the documents at its mean rate; intervals are percentiles over
-    documents resampled with replacement. Experts without a token stay below: their rate is unknown.
+    More documents are not extrapolated: the least used of many experts looks rarer than it is, so that the
+    documents it seems to need are too many: 37 for a true 24 in the mean of 300 simulated texts (256 experts,
+    40 bursty documents).
     """
     generator = np.random.default_rng(seed)
     documents, experts = counts_DX.shape
-    rows: list[dict[str, Any]] = []
+    tokens_X = counts_DX.sum(0)
+    rows: list[dict[str, Any]] = [{"documents": documents, "below": int((tokens_X < minimum).sum())}]
     for size in sorted({max(round(share * documents), 1) for share in SHARES} - {documents}):
         drawn = [
             int((counts_DX[generator.permutation(documents)[:size]].sum(0) < minimum).sum())
@@ -91,24 +85,5 @@ def curve_rows(domain: str, counts_DX: Integers, minimum: int, seed: int) -> lis
         ]
         low, high = np.quantile(drawn, TAILS)
         rows.append({"documents": size, "below": np.mean(drawn), "low": low, "high": high})
-    tokens_X = counts_DX.sum(0)
-    rows.append({"documents": documents, "below": int((tokens_X < minimum).sum())})
-    resampled_RX = resampled_sums([counts_DX], generator, RESAMPLES)[0] if documents > 1 else None
-    for factor in FURTHER:
-        row = {"documents": factor * documents, "below": int((factor * tokens_X < minimum).sum())}
-        if resampled_RX is not None:
-            row["low"], row["high"] = np.quantile((factor * resampled_RX < minimum).sum(1), TAILS)
-        rows.append(row)
-        if row["below"] == 0:
-            break
-    needed, low, high = np.nan, np.nan, np.nan
-    if (tokens_X > 0).all():
-        needed = float(needed_documents(tokens_X, documents, minimum).max())
-        if resampled_RX is not None:
-            ends = np.nanmax(needed_documents(resampled_RX, documents, minimum), axis=1)
-            ends[(resampled_RX == 0).any(1)] = np.inf  # unknown
-            ends = np.quantile(ends, TAILS, method="nearest")
-            low, high = np.where(np.isfinite(ends), ends, np.nan)
     facts = {"domain": domain, "experts": experts, "unused": int((tokens_X == 0).sum()), "minimum": minimum}
-    facts |= {"needed": needed, "needed_low": low, "needed_high": high}
-    return [{**facts, **row, "extrapolated": row["documents"] > documents} for row in rows]
+    return [{**facts, **row} for row in rows]

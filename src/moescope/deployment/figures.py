@@ -9,7 +9,7 @@ LOADING = ("hit_rate", "loads_per_token", "bytes_per_token", "ms_per_token")
 # fmt: off
 RESIDENCY = define_figures(TABLES,
     Lines("cache_curve", "residency", y=LOADING, x="slots", by="policy", pages=QUANTITY, title="Expert caches by size", was={"cache_loading": "loads_per_token"},
-        details="All layers together, every miss loaded once. The best possible starts empty; static lists are loaded before the first token, so they may lie above it, by at most the compulsory misses."),
+        details="All layers together, every miss loaded once. Of a single document all are scored on the second half, with caches that the first half filled."),
     Lines("cache_layers", "residency", y="hit_rate", by="policy", where="policy != 'lru_split'", pages="slots", wide=True, title="Cache hit rate per layer"),
 )
 PREFETCH = define_figures(TABLES,

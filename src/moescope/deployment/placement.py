@@ -25,7 +25,8 @@ from moescope.types import Array, Integers
 
 LONGEST_NAME = 80  # characters of a domain in a file's name; file systems take 255 bytes
 PLACEMENTS = ("balanced", "coactivation")  # that are exported
-METHODS = ("contiguous", "random", "balanced", "coactivation")
+METHODS = ("contiguous", "balanced", "coactivation")
+RANDOM = "random"  # placements of the chance level
 CHANCE = ("balancedness", "batch_balancedness", "cross_device", "cross_node")
 MEANS = ["batch_balancedness", "balancedness_chance", "batch_balancedness_chance"]
 TRAFFIC = ["cross_device", "cross_node", "cross_device_chance", "cross_node_chance", "cross_device_least"]
@@ -186,7 +187,7 @@ def placement_table(
 def layer_rows(trace: TokenTrace, splits: list[Split], cluster: Cluster, seed: int) -> list[dict[str, Any]]:
     """Return one row per method, of the trace's only layer."""
     n, chosen_TK = trace.n_experts[0], trace.chosen_LTK[0]
-    measured: dict[str, list[Any]] = {name: [] for name in METHODS}
+    measured: dict[str, list[Any]] = {name: [] for name in (*METHODS, RANDOM)}
     nodes_DN = (cluster.node_of()[:, None] == np.arange(cluster.nodes)).astype(float)
     for split in splits:
         used_T = split.test_T & (chosen_TK >= 0).any(1)
@@ -203,12 +204,12 @@ def layer_rows(trace: TokenTrace, splits: list[Split], cluster: Cluster, seed: i
             shares_ED = device_shares(place, n, cluster.devices)
             traffic = [remote_parts(sample_TK, shares) for shares in (shares_ED, shares_ED @ nodes_DN)]
             measured[name].append((counts_GE @ shares_ED, balancedness(counts_BE @ shares_ED), *traffic))
-    rows = [layer_row(name, parts, trace) for name, parts in measured.items() if parts]
-    random = [row for row in rows if row["method"] == "random"]
-    chance = {f"{key}_chance": row[key] for row in random for key in CHANCE}
+    rows = {name: layer_row(name, parts, trace) for name, parts in measured.items() if parts}
+    random = rows.pop(RANDOM, {})
+    chance = {f"{key}_chance": random[key] for key in CHANCE if random}
     least = -(-trace.k // ((n + cluster.redundant) // cluster.devices)) * (1 - 1 / cluster.devices)
     layer = {"layer": trace.layers[0], "layer_name": trace.layer_names[0]}
-    return [{**row, **layer, "cross_device_least": least, **chance} for row in rows]
+    return [{**row, **layer, "cross_device_least": least, **chance} for row in rows.values()]
 
 
 def all_places(
@@ -221,7 +222,7 @@ def all_places(
     balanced = place_balanced(load_E, cluster)
     return [
         ("contiguous", place_contiguous(n, cluster)),
-        *(("random", place_random(n, cluster, generator)) for _ in range(RANDOM_DRAWS)),
+        *((RANDOM, place_random(n, cluster, generator)) for _ in range(RANDOM_DRAWS)),
         ("balanced", balanced),
         ("coactivation", place_together(balanced, load_E, pairs_EE, cluster)),
     ]
@@ -234,7 +235,7 @@ def layer_row(method: str, parts: list[Any], trace: TokenTrace) -> dict[str, Any
     mean_load, max_load = float(load_PD.mean(1).sum()), float(load_PD.max(1).sum())
     row = {"method": method, "mean_load": mean_load, "max_load": max_load}
     row |= {"balancedness": float(balancedness(load_PD).mean()), "low": np.nan, "high": np.nan}
-    if method != "random":
+    if method != RANDOM:
 
         def statistic(load_X: Array) -> Array:
             load_XPD = load_X.reshape(*load_X.shape[:-1], len(parts), -1)

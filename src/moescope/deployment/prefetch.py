@@ -10,7 +10,7 @@ import pandas as pd
 from numpy.typing import NDArray
 
 from moescope.deployment.caches import TOKENS_AT_ONCE, Depths, count_depths, recency
-from moescope.deployment.residency import layer_sums, listed_places, rate_rows
+from moescope.deployment.residency import layer_sums, listed_places, rate_rows, tested_tokens
 from moescope.deployment.tokens import Mask, Split, TokenTrace, map_parts, usage
 from moescope.types import Array, Integers
 
@@ -21,19 +21,27 @@ PREDICTORS = ("static", "static_in_sample", "previous_token", "previous_layer", 
 def prefetch_table(
     trace: TokenTrace, splits: list[Split], advance: Callable[[int], None], jobs: int = 1
 ) -> pd.DataFrame:
-    """Return the recall of every predictor at budgets k, 2k and 4k; layer null: all layers together."""
+    """Return the recall of every predictor at budgets k, 2k and 4k.
+
+    Layer null: all layers that have one before them, so that all predictors are scored on the same.
+    """
     parts = [trace.part(max(at - 1, 0), at + 1) for at in range(len(trace.layers))]
     by_layer = map_parts(partial(rank_counts, splits=splits), parts, jobs, advance)
     counts = {name: [layer[name] for layer in by_layer] for name in PREDICTORS}
     rows = []
-    nothing, most = [np.nan] * len(trace.layers), max(trace.n_experts)
+    most, nothing = max(trace.n_experts), [np.nan] * len(trace.layers)
     chance = [np.arange(n + 1) / n for n in trace.n_experts]  # of random experts, by budget
+    second = min(1, len(trace.layers) - 1)
+    later = trace.part(second, len(trace.layers))
     for budget in sorted({min(factor * trace.k, most) for factor in (1, 2, 4)}):
         for name, layers in counts.items():
             sums = [layer_sums(layer, budget) for layer in layers]
-            by_layer = rate_rows(trace, sums, nothing, nothing, [float(budget)] * len(layers), chance)
+            budgets = [float(budget)] * len(layers)
+            of_layers = rate_rows(trace, sums, nothing, nothing, budgets, chance)[:-1]
+            rest = sums[second:], nothing[second:], nothing[second:], budgets[second:], chance[second:]
+            total = rate_rows(later, *rest)[-1]
             facts = {"predictor": name, "budget": budget, "optimum": 1.0}
-            rows += [row | facts for row in by_layer if row["choices"]]
+            rows += [row | facts for row in [*of_layers, total] if row["choices"]]
     unused = ["token_hit_rate", "compulsory", "loads_per_token", "layer_slots"]
     return pd.DataFrame(rows).rename(columns={"hit_rate": "recall"}).drop(columns=unused)
 
@@ -48,14 +56,14 @@ def rank_counts(trace: TokenTrace, splits: list[Split]) -> dict[str, Integers]:
     def counted(place_TK: Depths, part: Mask | Integers) -> Integers:
         return count_depths(place_TK, group_T[part], groups, n)
 
-    first_T, everything = trace.starts()[trace.document_T], np.ones(len(group_T), dtype=bool)
+    first_T, test_T = trace.starts()[trace.document_T], tested_tokens(splits)
     recent_TK = recency(chosen_TK, n, first_T)[0]
-    follows_T = np.arange(len(first_T)) > first_T  # a document's first token has no previous one
+    follows_T = test_T & (np.arange(len(first_T)) > first_T)  # a document's first token has no previous one
     follows_T[1:] &= (chosen_TK[:-1] >= 0).any(1)
     static = [counted(listed_places(chosen_TK, n, split), split.test_T) for split in splits]
     counts = {
         "static": np.sum(static, axis=0),
-        "static_in_sample": counted(listed_places(chosen_TK, n, Split(everything, everything)), everything),
+        "static_in_sample": counted(listed_places(chosen_TK, n, Split(test_T, test_T)), test_T),
         "previous_token": counted(recent_TK[follows_T], follows_T),
     }
     n_before, routed_T = trace.n_experts[0], (chosen_TK >= 0).any(1)
@@ -69,7 +77,7 @@ def rank_counts(trace: TokenTrace, splits: list[Split]) -> dict[str, Integers]:
         scores = follow_scores(pairs_EE, usage(before_TK[learn_T], n_before), usage(chosen_TK[learn_T], n))
         parts.append(counted(predicted_places(scores, before_TK[test], chosen_TK[test]), test))
     named_TX = np.full_like(chosen_TK, -1) if trace.probed_LTX is None else trace.probed_LTX[at]
-    probed_T = (named_TX >= 0).any(1) & routed_T
+    probed_T = (named_TX >= 0).any(1) & routed_T & test_T
     return counts | {
         "previous_layer": np.sum(parts, axis=0),
         "next_router": counted(named_places(named_TX[probed_T], chosen_TK[probed_T], n), probed_T),

@@ -21,7 +21,6 @@ LRU, STATIC, IN_SAMPLE, BEST, SPLIT = (
     f"policy == '{name}' and lead" for name in ("lru", "static", "static_in_sample", "belady", "lru_split")
 )
 LEARNED = "predictor != 'static_in_sample' and budget == budget.min()"
-TEST = "domain == '' and not extrapolated"
 # fmt: off
 NUMBERS = [
     Number("residency", "hit_rate", where=LRU, name="LRU hit rate, {slots} slots"),
@@ -30,7 +29,7 @@ NUMBERS = [
     Number("coverage", "tokens", where="domain == ''", only="below", name="Experts with fewer than {minimum} tokens", of="experts"),
 ]
 FINDINGS = [
-    Said("residency", "hit_rate", where=LRU, text="Expert cache: {slots} of {n_experts} experts per layer hold {value}{interval} of choices with LRU ({chance}; best possible from an empty cache: {optimum}).", figure="cache_curve"),
+    Said("residency", "hit_rate", where=LRU, text="Expert cache: {slots} of {n_experts} experts per layer hold {value}{interval} of choices with LRU ({chance}; best possible: {optimum}).", figure="cache_curve"),
     Said("residency", "hit_rate", where=STATIC, text="Static list: the {slots} experts per layer used most on other text hold {value}{interval} of choices ({chance}).", figure="cache_curve"),
     Said("residency", "loads_per_token", where=LRU, text="Loading with {slots} slots and LRU: {value} experts per token ({chance}).", figure="cache_curve"),
     Said("residency", "hit_rate", where=SPLIT, text="Slots split over layers by what they gain hold {value}{interval} of choices, equal slots {uniform}.", figure="cache_curve"),
@@ -38,7 +37,6 @@ FINDINGS = [
     Said("placement", "balancedness", where="devices > 1", pick="best", group="method", text="Placement on {devices} devices, mean over max load: {groups} ({chance}).", figure="placement_balance"),
     Said("placement", "cross_device", where="devices > 1", pick="best", group="method", text="Remote devices per token, all layers: {groups}.", figure="placement_traffic"),
     Said("coverage", "tokens", where="domain == ''", only="below", pick="smallest", text="Coverage: {count} of {total} experts have fewer than {minimum} tokens; fewest {place}, {value} ({chance}).", otherwise="Coverage: all {total} experts have at least {minimum} tokens.", figure="coverage_experts"),
-    Said("coverage_curve", "needed", where=TEST, pick="last", text="About {needed} documents like these [{needed_low}, {needed_high}] would give every expert {minimum} tokens.", figure="coverage_documents"),
 ]
 # fmt: on
 
@@ -90,8 +88,8 @@ def needed_findings(run: Run) -> list[str]:
 
     text = (
         f"Slots per layer for {100 * share:.0f} % of choices, of {most} experts: list learned on other text "
-        f"{words('static', 'random list')}; LRU {words('lru', 'random routing')}; best possible from an empty "
-        f"cache {words('belady', 'random routing')}."
+        f"{words('static', 'random list')}; LRU {words('lru', 'random routing')}; best possible "
+        f"{words('belady', 'random routing')}."
     )
     return [Finding(text, figure="cache_curve")]
 
@@ -155,7 +153,7 @@ def part(
 
 def coverage_section(tables: Tables) -> Section:
     least = tables["coverage"].sort_values(["tokens", "layer", "expert"]).head(LEAST_USED)
-    columns = ["domain", "layer", "expert", "tokens", "documents", "documents_needed"]
+    columns = ["domain", "layer", "expert", "tokens", "documents"]
     return Section(
         "coverage",
         "Coverage of experts",
@@ -185,9 +183,10 @@ def export_section(run: Run) -> Section:
 def guide(run: Run) -> list[str]:
     return [
         "An expert cache holds some experts per layer in fast memory; a choice of another expert loads it. "
-        "LRU evicts the least recently used expert, LFU the least often used one. Belady's rule evicts the "
-        "expert that is needed last: it knows the future, and no policy with the same start beats it.",
+        "LRU evicts the least recently used expert, LFU the least often used one. Belady's rule starts "
+        "with the experts needed first and leaves out the one needed last: it knows the future, and no policy "
+        "with the same slots beats it.",
         "Whatever is learned is tested on other documents: each half of the documents (drawn by seed) is "
-        "tested with what the other half taught. A single document is learned from its first half and tested "
-        "on its second.",
+        "tested with what the other half taught. A single document is learned from its first half, which also "
+        "fills the caches, and every policy is tested on its second.",
     ]

@@ -17,13 +17,12 @@ from moescope.deployment.caches import (
     count_depths,
     held,
     lfu,
-    neighbours,
     recency,
     split_budget,
     spread,
     stack_depths,
 )
-from moescope.deployment.tokens import Split, TokenTrace, counts_by, hottest_first, map_parts, usage
+from moescope.deployment.tokens import Mask, Split, TokenTrace, counts_by, hottest_first, map_parts, usage
 from moescope.statistics import clip_share, jackknife_interval
 from moescope.types import Array, Integers
 
@@ -49,7 +48,12 @@ def random_choices(filled_TK: NDArray[np.bool_], n_experts: int, generator: np.r
 
 
 def random_rates(
-    filled_TK: NDArray[np.bool_], document_T: Integers | None, n_experts: int, most: int, seed: int
+    filled_TK: NDArray[np.bool_],
+    document_T: Integers | None,
+    test_T: Mask,
+    n_experts: int,
+    most: int,
+    seed: int,
 ) -> dict[str, Array]:
     """Return the hit rate of every policy on random routing, for 0 to `most` slots (LRU and lists: to n).
 
@@ -57,25 +61,27 @@ def random_rates(
     """
     repetitions = min(-(-ENOUGH_CHOICES // max(int(filled_TK.sum()), 1)), MOST_REPETITIONS)
     repetition_T = np.repeat(np.arange(repetitions), len(filled_TK))
-    filled_TK = np.tile(filled_TK, (repetitions, 1))
-    chosen_TK = random_choices(filled_TK, n_experts, np.random.default_rng(seed))
     start_T = repetition_T  # tokens of one number share a cache
     if document_T is not None:
         start_T = repetition_T * (int(document_T.max(initial=0)) + 1) + np.tile(document_T, repetitions)
     first_T = np.searchsorted(start_T, start_T)  # they are sorted
-    start_S = np.repeat(start_T, filled_TK.sum(1))
-    sequence_S = chosen_TK[filled_TK]
-    known = neighbours(sequence_S, start_S)
-    best = belady(sequence_S, n_experts, document_S=start_S, known=known)
-    by_use, optimum = stack_depths([lfu(sequence_S, n_experts, start_S, known), best], most)
-    use_RE = counts_by(chosen_TK, repetition_T, repetitions, n_experts)
-    held_E = np.sort(use_RE, axis=1)[:, ::-1].sum(0) / max(len(sequence_S), 1)
+    filled_TK = np.tile(filled_TK, (repetitions, 1))
+    chosen_TK = random_choices(filled_TK, n_experts, np.random.default_rng(seed))
+    part = slice(None) if test_T.all() else np.tile(test_T, repetitions)
+    seen, scored = (tokens_as_sequence(chosen_TK, start_T, one) for one in (slice(None), part))
+    by_use = lfu(seen[0], n_experts, seen[1])
+    best = belady(scored[0], n_experts, scored[1], by_use.known if test_T.all() else None)
+    use_depth_S, best_depth_S = stack_depths([by_use, best], most)
+    lru_TK = recency(chosen_TK, n_experts, first_T)[1][part]
+    use_TK = spread(use_depth_S, filled_TK)[part]
+    use_RE = counts_by(chosen_TK[part], repetition_T[part], repetitions, n_experts)
+    held_E = np.sort(use_RE, axis=1)[:, ::-1].sum(0) / max(len(best_depth_S), 1)
     return {
         "static": np.arange(n_experts + 1) / n_experts,
         "static_in_sample": np.concatenate([[0.0], np.cumsum(held_E)]),
-        "lru": hit_rates(recency(chosen_TK, n_experts, first_T)[1][filled_TK], n_experts),
-        "lfu": hit_rates(by_use, most),
-        "belady": hit_rates(optimum, most),
+        "lru": hit_rates(lru_TK[lru_TK >= 0], n_experts),
+        "lfu": hit_rates(use_TK[use_TK >= 0], most),
+        "belady": hit_rates(best_depth_S, most),
     }
 
 
@@ -96,8 +102,8 @@ CHOICES_AT_ONCE = 2**23  # of all layers that are replayed together: bounds memo
 class LayerReplays(NamedTuple):
     """Counts of depths in one layer by policy; of LRU also each split's learned and tested part."""
 
-    policies: dict[str, Integers]
-    optima: dict[str, Integers]  # of Belady's rule from the same start
+    policies: dict[str, Integers]  # all on the same tokens
+    lru_empty: Integers  # of LRU from an empty cache at the first of them
     learned: list[Integers]
     tested: list[Integers]
     compulsory: float  # share of choices that are an expert's first
@@ -124,7 +130,7 @@ def residency_tables(
     batches = map_parts(work, parts, jobs, lambda done: advance(done * at_once))
     layers = [layer for batch in batches for layer in batch]
     sizes_L = np.ones(len(layers)) if expert_bytes is None else expert_bytes
-    chance = chance_curves(trace, most, cold, seed)
+    chance = chance_curves(trace, tested_tokens(splits), most, cold, seed)
     rows = []
     for size in slots:
         for policy in POLICIES:
@@ -132,24 +138,23 @@ def residency_tables(
                 rows += split_rows(trace, layers, size, sizes_L, chance["lru"])
                 continue
             sums = [layer_sums(layer.policies[policy], size) for layer in layers]
-            optima = [layer.optima.get(policy) for layer in layers]
-            best = [np.nan if counts is None else share_of(layer_sums(counts, size)) for counts in optima]
+            best = [share_of(layer_sums(layer.policies["belady"], size)) for layer in layers]
             layer_slots = [float(min(size, n)) for n in trace.n_experts]
             first = [layer.compulsory for layer in layers]
             of_size = rate_rows(trace, sums, best, first, layer_slots, chance[policy])
+            if policy == "lru":
+                empty = [layer_sums(layer.lru_empty, size) for layer in layers]
+                for row, sums_GX in zip(of_size, [*empty, np.sum(empty, axis=0)], strict=True):
+                    row["from_empty"] = share_of(sums_GX)
             rows += [{**row, "policy": policy, "slots": size} for row in of_size]
     frame = pd.DataFrame(rows)
-    frame["bytes_per_token"] = np.nan
-    if expert_bytes is not None:
-        by_layer = dict(zip(trace.layers, expert_bytes, strict=True))
-        bytes_R = frame["loads_per_token"] * frame["layer"].map(by_layer)
-        totals = bytes_R.groupby([frame["policy"], frame["slots"]]).transform("sum")
-        frame["bytes_per_token"] = bytes_R.where(frame["layer"].notna(), totals)
-    frame["ms_per_token"] = frame["bytes_per_token"] / (bandwidth * 1e6) if bandwidth else np.nan
     frame["loads_chance"] = frame["choices"] / frame["tokens"] * (1 - frame["chance"])
-    for unit in ("bytes", "ms"):  # every choice costs the mean of those that were loaded
-        each = frame[f"{unit}_per_token"] / frame["loads_per_token"].where(frame["loads_per_token"] > 0)
-        frame[f"{unit}_chance"] = frame["loads_chance"] * each
+    known = {} if expert_bytes is None else dict(zip(trace.layers, expert_bytes, strict=True))
+    for loads, kind in (("loads_per_token", "per_token"), ("loads_chance", "chance")):
+        bytes_R = frame[loads] * frame["layer"].map(known)
+        totals = bytes_R.groupby([frame["policy"], frame["slots"]]).transform("sum", min_count=1)
+        frame[f"bytes_{kind}"] = bytes_R.where(frame["layer"].notna(), totals)
+        frame[f"ms_{kind}"] = frame[f"bytes_{kind}"] / (bandwidth * 1e6) if bandwidth else np.nan
     half = max(trace.n_experts) / 2
     frame["lead"] = frame["slots"] == min(sorted(slots), key=lambda size: abs(size - half))
     return {"residency": frame, "slots_needed": needed_table(trace, layers, chance)}
@@ -186,7 +191,14 @@ def first_reaching(curve_S: Array, k: int) -> int | None:
     return max(int(reached[0]), k) if len(reached) else None
 
 
-def chance_curves(trace: TokenTrace, most: int, cold: bool, seed: int) -> dict[str, list[Array]]:
+def tested_tokens(splits: list[Split]) -> Mask:
+    """Tokens on which every policy is scored: all; the second half of a single document."""
+    return np.any([split.test_T for split in splits], axis=0)
+
+
+def chance_curves(
+    trace: TokenTrace, test_T: Mask, most: int, cold: bool, seed: int
+) -> dict[str, list[Array]]:
     """Hit rates on random routing by number of slots, per policy and layer; equal layers are drawn once."""
     drawn: dict[tuple[int, bytes], dict[str, Array]] = {}
     layers = []
@@ -194,55 +206,66 @@ def chance_curves(trace: TokenTrace, most: int, cold: bool, seed: int) -> dict[s
         filled_TK = chosen_TK >= 0
         key = (n, np.packbits(filled_TK).tobytes())
         if key not in drawn:
-            drawn[key] = random_rates(filled_TK, trace.document_T if cold else None, n, most, seed)
+            document_T = trace.document_T if cold else None
+            drawn[key] = random_rates(filled_TK, document_T, test_T, n, most, seed)
         layers.append(drawn[key])
     return {policy: [rates[policy] for rates in layers] for policy in layers[0]}
 
 
 def replay_layers(trace: TokenTrace, most: int, splits: list[Split], cold: bool) -> list[LayerReplays]:
-    """Replay all policies in every layer, all caches side by side."""
-    group_T, groups = trace.group_T, trace.n_groups
-    first_T = trace.starts()[trace.document_T] if cold else None
-    everything = Split(*np.ones((2, len(group_T)), dtype=bool))
-    nothing = np.zeros(0, dtype=np.int64)
+    """Replay all policies in every layer, all caches side by side.
+
+    They see all tokens, and are scored on the tested ones: a single document's first half fills the caches.
+    """
+    groups, first_T = trace.n_groups, trace.starts()[trace.document_T] if cold else None
+    test_T = tested_tokens(splits)
+    test_part = slice(None) if test_T.all() else test_T  # a slice copies nothing
+    group_T = trace.group_T[test_part]
     replays: list[Replay] = []
     for n, chosen_TK in zip(trace.n_experts, trace.chosen_LTK, strict=True):
-        filled_TK = chosen_TK >= 0
-        document_S = np.repeat(trace.document_T, filled_TK.sum(1)) if cold else None
-        sequence_S = chosen_TK[filled_TK]
-        known = neighbours(sequence_S, document_S)
-        replays.append(lfu(sequence_S, n, document_S, known))
-        starts = [nothing] if cold else [nothing, hottest_first(usage(chosen_TK, n))]
-        replays.append(belady(sequence_S, n, starts, document_S, known))
-        for split in [] if cold else splits:
-            tested_TK = chosen_TK[split.test_T]
-            list_E = hottest_first(usage(chosen_TK[split.learn_T], n))
-            replays.append(belady(tested_TK[tested_TK >= 0], n, [list_E]))
+        document_T = trace.document_T if cold else None
+        seen, scored = (tokens_as_sequence(chosen_TK, document_T, part) for part in (slice(None), test_part))
+        replays.append(lfu(seen[0], n, seen[1]))
+        replays.append(belady(scored[0], n, scored[1], replays[-1].known if test_T.all() else None))
     depths = iter(stack_depths(replays, most))
     replayed = []
     for n, chosen_TK in zip(trace.n_experts, trace.chosen_LTK, strict=True):
-        filled_TK = chosen_TK >= 0
-        by_use, optimum = (count_depths(spread(next(depths), filled_TK), group_T, groups, most) for _ in "ab")
-        static, optima = [], []
-        for split in [everything, *splits]:
-            tested_TK, tested_group_T = chosen_TK[split.test_T], group_T[split.test_T]
-            static.append(count_depths(listed_places(chosen_TK, n, split), tested_group_T, groups, n))
-            if not cold:
-                best_TK = spread(next(depths), tested_TK >= 0)
-                optima.append(count_depths(best_TK, tested_group_T, groups, most))
-        lru_TK = recency(chosen_TK, n, first_T)[1]
+        by_use_TK = spread(next(depths), chosen_TK >= 0)[test_part]
+        optimum_TK = spread(next(depths), chosen_TK[test_part] >= 0)
+        in_sample_TK = listed_places(chosen_TK, n, Split(test_T, test_T))
+        static = [
+            count_depths(listed_places(chosen_TK, n, split), trace.group_T[split.test_T], groups, n)
+            for split in splits
+        ]
+        lru_TK = empty_TK = recency(chosen_TK, n, first_T)[1]
+        if len(splits) == 1:
+            empty_TK = recency(chosen_TK, n, np.full(len(test_T), test_T.argmax()))[1]
         # a token of a split is learned from or tested on: both are counted in one go
-        halves = [count_depths(lru_TK, group_T + groups * split.test_T, 2 * groups, n) for split in splits]
+        halves = [
+            count_depths(lru_TK, trace.group_T + groups * split.test_T, 2 * groups, n) for split in splits
+        ]
         learned, tested = [counts[:, :groups] for counts in halves], [counts[:, groups:] for counts in halves]
-        lru = learned[0] + tested[0]
-        policies = {"lru": lru, "lfu": by_use, "belady": optimum, "static_in_sample": static[0]}
-        policies["static"] = np.sum(static[1:], axis=0)
-        of_policy = dict.fromkeys(("lru", "lfu", "belady"), optimum)
-        if not cold:
-            of_policy |= {"static_in_sample": optima[0], "static": np.sum(optima[1:], axis=0)}
+        lru = np.sum(tested, axis=0)
+        policies = {
+            "lru": lru,
+            "lfu": count_depths(by_use_TK, group_T, groups, most),
+            "belady": count_depths(optimum_TK, group_T, groups, most),
+            "static_in_sample": count_depths(in_sample_TK, group_T, groups, n),
+            "static": np.sum(static, axis=0),
+        }
+        lru_empty = count_depths(empty_TK[test_part], group_T, groups, n)
         first = float(lru[0, :, n].sum() / max(lru[0].sum(), 1))
-        replayed.append(LayerReplays(policies, of_policy, learned, tested, first))
+        replayed.append(LayerReplays(policies, lru_empty, learned, tested, first))
     return replayed
+
+
+def tokens_as_sequence(
+    chosen_TK: NDArray[np.integer], document_T: Integers | None, part: Mask | slice
+) -> tuple[NDArray[np.integer], Integers | None]:
+    """Choices of some tokens, one after the other, and their documents where caches start anew in each."""
+    part_TK = chosen_TK[part]
+    filled_TK = part_TK >= 0
+    return part_TK[filled_TK], None if document_T is None else document_T[part].repeat(filled_TK.sum(1))
 
 
 def listed_places(chosen_TK: NDArray[np.integer], n: int, split: Split) -> Depths:

@@ -16,16 +16,17 @@ COLUMNS: dict[str, Column] = {
     "policy": Column("text",
         "static: the experts used most on other documents, never changed. static_in_sample: those used most "
         "on the same tokens. lru: evict the least recently used. lfu: evict the least often used, counts "
-        "survive eviction. belady: evict what is needed last, the optimum. lru_split: lru with the same "
-        "bytes split over layers by what further slots gained on other documents.",
-        names={"lru": "LRU", "static": "static list", "belady": "best possible", "lfu": "LFU",
+        "survive eviction. belady: start with the experts needed first, evict or leave out what is needed last; "
+        "no policy with these slots holds more. lru_split: lru with the same bytes split over layers by what "
+        "further slots gained on other documents.",
+        names={"lru": "LRU", "static": "static list", "belady": "best possible, equal slots", "lfu": "LFU",
                "static_in_sample": "static list in sample", "lru_split": "LRU, split over layers"}),
     "slots": Column("int", "Experts per layer that the cache holds; with lru_split the mean over layers.",
         label="slots per layer"),
     "lead": Column("bool", "Whether it is the number of slots nearest to half of the experts."),
     "layer_slots": Column("float", "Slots of this layer; with lru_split the mean over both halves learned."),
     "residency.n_experts": Column("int", "Experts of the layer, n."),
-    "residency.tokens": Column("int", "Tokens tested."),
+    "residency.tokens": Column("int", "Tokens tested, the same for all policies: all; of a single document the second half."),
     "choices": Column("int", "Choices tested: tokens times experts per token."),
     "hit_rate": Column("float", "Share of choices whose expert is in the cache.", "hits/choices",
         at_worst="0", at_chance="chance: the same policy, random routing", at_best="optimum", label="hit rate",
@@ -39,9 +40,11 @@ COLUMNS: dict[str, Column] = {
         "Share of tokens whose choices in the layer all hit; mean over layers where layer is null.",
         at_worst="0", at_best="1", label="token hit rate"),
     "residency.optimum": Column("float",
-        "Hit rate of Belady's optimum from the same start on the same tokens: from an empty cache for lru "
-        "and lfu, from the preloaded list for static. Null for lru_split, and for static with --cold.",
-        at_best="1 − compulsory, from an empty cache"),
+        "Hit rate of belady on the same tokens: the most of any policy with these slots that loads an expert "
+        "only when it is chosen, whatever its cache holds at the start. Null for lru_split."),
+    "from_empty": Column("float",
+        "Of lru: hit rate from an empty cache at the first tested token. It differs from hit_rate for a single "
+        "document, whose first half fills the cache.", label="from an empty cache"),
     "residency.chance": Column("float",
         "Hit rate of the same policy on random routing: every token's experts drawn uniformly, as many as in "
         "the trace, replayed (static: a list chosen without the text, exactly).", "static: slots/n"),
@@ -71,13 +74,13 @@ COLUMNS: dict[str, Column] = {
     "slots_needed.slots": Column("int",
         "Fewest slots per layer, from k on, whose hit rate reaches the share; null where even the slots that "
         "were replayed are too few.", "min {s ≥ k: hit rate(s) ≥ share}", at_worst="n, or null",
-        at_chance="chance", at_best="that of belady, for caches that start empty", label="slots needed",
+        at_chance="chance", at_best="that of belady", label="slots needed",
         misleads="An estimate from one trace without interval: near the share, a few documents decide."),
     "slots_needed.hit_rate": Column("float", "Hit rate with as many slots."),
     "slots_needed.chance": Column("int", "Slots that the same policy needs on random routing."),
     "replayed": Column("int", "Most slots with which the policy was replayed: n for static lists and lru."),
     # --- prefetching
-    "prefetch.layer": Column("int", "The layer that is predicted; null: all layers together."),
+    "prefetch.layer": Column("int", "The layer that is predicted; null: all but the first, which no layer comes before."),
     "predictor": Column("text",
         "What names the experts ahead. static: those used most on other documents. static_in_sample: those "
         "used most on the same tokens. previous_token: those chosen most recently in the document. "
@@ -89,7 +92,7 @@ COLUMNS: dict[str, Column] = {
     "budget": Column("int", "Experts named per token and layer: k, 2k and 4k.", label="experts named per layer"),
     "prefetch.n_experts": Column("int", "Experts of the layer, n."),
     "prefetch.tokens": Column("int",
-        "Tokens tested; previous_token skips a document's first token, previous_layer takes at most 131,072 "
+        "Tokens tested: all; of a single document the second half. previous_token skips a document's first token, previous_layer takes at most 131,072 "
         "per half of the documents, evenly spaced."),
     "prefetch.choices": Column("int", "Choices tested."),
     "recall": Column("float", "Share of choices whose expert was named.", "named choices/choices",
@@ -104,11 +107,11 @@ COLUMNS: dict[str, Column] = {
     # --- placement
     "placement.layer": Column("int", "The layer's number in the model; null: all layers together."),
     "method": Column("text",
-        "contiguous: experts in order, what servers do by default. random: mean of 8 random placements. "
+        "contiguous: experts in order, what servers do by default. "
         "balanced: redundant copies of the busiest experts, then each to the least loaded device with room "
         "(as EPLB). coactivation: balanced, then swapped so that experts chosen together share devices, up "
         "to 1.1 times the mean load. The last two are learned on other documents.",
-        names={"contiguous": "in order", "balanced": "balanced", "coactivation": "co-activation", "random": "random"}),
+        names={"contiguous": "in order", "balanced": "balanced", "coactivation": "co-activation"}),
     "devices": Column("int", "Devices that share the experts of a layer, G."),
     "nodes": Column("int", "Nodes that hold the devices, N."),
     "redundant": Column("int", "Copies of experts beyond one each, R."),
@@ -119,7 +122,7 @@ COLUMNS: dict[str, Column] = {
         "Σ_d load(d)/(G max_d load(d))", at_worst="1/G", at_chance="balancedness_chance", at_best="1",
         chance="balancedness_chance", **PLACED, **RATE),
     "placement.low": Column("float", "Lower end of the 95 % interval of balancedness over documents.",
-        misleads="Null under 20 documents, and for random placements and all layers together."),
+        misleads="Null under 20 documents, and for all layers together."),
     "placement.high": Column("float", "Upper end of that interval."),
     "batch_balancedness": Column("float",
         "Mean over batches of B successive tokens of mean over max load; a short rest is skipped.",
@@ -128,19 +131,20 @@ COLUMNS: dict[str, Column] = {
     "cross_device": Column("float",
         "Distinct remote devices that a token is sent to, its own device being any; all layers: their sum.",
         "(1 − 1/G) Σ_d (1 − Π_e (1 − share(e, d))), e over the token's experts",
-        at_chance="cross_device_chance", at_best="cross_device_least", label="remote devices", unit="per token",
+        at_chance="cross_device_chance", label="remote devices", unit="per token",
         misleads="From at most 65,536 tokens per layer and half of the documents.",
         chance="cross_device_chance", least=0, better="lower", **PLACED),
     "cross_node": Column("float", "The same for nodes; 0 for one node.", at_chance="cross_node_chance", at_best="0",
         label="remote nodes", unit="per token",
         chance="cross_node_chance", least=0, better="lower", **PLACED),
-    "balancedness_chance": Column("float", "Balancedness of random placements."),
+    "balancedness_chance": Column("float", "Balancedness of random placements, mean of 8; copies are of random experts."),
     "batch_balancedness_chance": Column("float", "Balancedness per batch of random placements."),
     "cross_device_chance": Column("float", "Remote devices per token of random placements."),
     "cross_node_chance": Column("float", "Remote nodes per token of random placements."),
     "cross_device_least": Column("float",
-        "Remote devices per token if all of a token's experts were on as few devices as have room for them.",
-        "⌈k/((n + R)/G)⌉ (1 − 1/G)"),
+        "Bound for one token: remote devices if all its experts were on as few devices as have room for them.",
+        "⌈k/((n + R)/G)⌉ (1 − 1/G)", label="bound for one token",
+        misleads="No optimum: experts cannot share devices with all that other tokens choose beside them."),
     # --- coverage
     "coverage.domain": Column("text", "The name a text was given with; empty: all documents together.",
         names={"": "all documents"}),
@@ -151,28 +155,17 @@ COLUMNS: dict[str, Column] = {
     "minimum": Column("int", "Tokens that every expert should get (--min-tokens)."),
     "coverage.below": Column("bool", "Whether the expert got fewer tokens than the minimum."),
     "coverage.documents": Column("int", "Documents in which the expert was chosen."),
-    "documents_needed": Column("float",
-        "Documents like these after which the expected tokens reach the minimum; null without a token.",
-        "⌈minimum × documents/tokens⌉", label="documents needed",
-        misleads="An extrapolation of the mean; text of another kind may use the expert more."),
     "coverage_curve.domain": Column("text", "The domain; empty: all documents together.",
         names={"": "all documents"}),
     "coverage_curve.documents": Column("int", "Number of documents."),
     "coverage_curve.below": Column("float",
-        "Experts of all layers with fewer tokens than the minimum: mean over 50 subsamples of that many "
-        "documents, or extrapolated at each expert's mean rate.", at_best="0", at_worst="all experts",
+        "Experts of all layers with fewer tokens than the minimum; of fewer documents than the trace has the mean "
+        "over 50 subsamples.", at_best="0", at_worst="all experts",
         label="experts below the minimum", least=0, interval=("low", "high"), better="lower"),
-    "coverage_curve.low": Column("float",
-        "2.5th percentile: over subsamples, or over documents resampled with replacement."),
+    "coverage_curve.low": Column("float", "2.5th percentile over subsamples; null for all documents."),
     "coverage_curve.high": Column("float", "97.5th percentile."),
-    "extrapolated": Column("bool", "Whether the trace has fewer documents than that."),
     "experts": Column("int", "Experts of all layers."),
     "coverage_curve.unused": Column("int", "Experts of all layers without a token."),
-    "needed": Column("float",
-        "Documents like these until the least used expert is expected to reach the minimum; null where an "
-        "expert has no token.", "max over experts of documents_needed"),
-    "needed_low": Column("float", "2.5th percentile of it over documents resampled with replacement."),
-    "needed_high": Column("float", "97.5th percentile; null where resamples leave an expert without token."),
 }
 
 TABLES: dict[str, Table] = define_tables(
@@ -180,13 +173,13 @@ TABLES: dict[str, Table] = define_tables(
     Table("residency", "Hit rate of expert caches per policy, size and layer; layer null: all together.",
         ("policy", "slots", "layer"),
         ("n_experts", "layer_slots", "tokens", "choices", "hit_rate", "low", "high", "token_hit_rate",
-         "optimum", "chance", "compulsory", "loads_per_token", "bytes_per_token", "ms_per_token", "uniform", "lead",
+         "optimum", "from_empty", "chance", "compulsory", "loads_per_token", "bytes_per_token", "ms_per_token", "uniform", "lead",
          "loads_chance", "bytes_chance", "ms_chance"),
         optional=("layer",), whole={"layer": None}),
     Table("slots_needed", "Fewest slots per layer that hold 80 % of the choices; layer null: all alike.",
         ("policy", "layer"), ("n_experts", "share", "slots", "hit_rate", "chance", "replayed"),
         optional=("layer", "slots", "chance"), whole={"layer": None}),
-    Table("prefetch", "Recall of predicted experts per predictor, budget and layer; layer null: all.",
+    Table("prefetch", "Recall of predicted experts per predictor, budget and layer; layer null: all but the first.",
         ("predictor", "budget", "layer"),
         ("n_experts", "tokens", "choices", "recall", "low", "high", "optimum", "chance"),
         optional=("layer",), whole={"layer": None}),
@@ -198,10 +191,9 @@ TABLES: dict[str, Table] = define_tables(
         optional=("layer",), whole={"layer": None}),
     Table("coverage", "Tokens per expert against a minimum, by domain.",
         ("domain", "layer", "expert"),
-        ("tokens", "chance", "minimum", "below", "documents", "documents_needed", "rank_share")),
-    Table("coverage_curve", "Experts below the minimum by number of documents, and documents needed.",
+        ("tokens", "chance", "minimum", "below", "documents", "rank_share")),
+    Table("coverage_curve", "Experts below the minimum by number of documents.",
         ("domain", "documents"),
-        ("below", "low", "high", "extrapolated", "experts", "unused", "minimum", "needed", "needed_low",
-         "needed_high")),
+        ("below", "low", "high", "experts", "unused", "minimum")),
 )
 # fmt: on
