@@ -248,57 +248,6 @@ def test_k_is_the_most_for_which_groups_name_different_experts():
 
 
 @pytest.mark.parametrize(
-    ("name", "content", "format", "words"),
-    [
-        ("a.jsonl", "{}\n", "vllm", 'answer 1: no "routed_experts"'),
-        ("a.jsonl", "nonsense\n", "vllm", "not valid JSON"),
-        ("a.jsonl", '{"routed_experts": "%%%"}\n', "vllm", "not base64"),
-        ("a.jsonl", '{"routed_experts": "AAAA"}\n', "vllm", "no valid .npy array"),
-        ("a.jsonl", '{"routed_experts": [[1, 2]]}\n', "vllm", r"shape \[1, 2\]; expected whole numbers"),
-        ("a.jsonl", '{"routed_experts": [[[9]]]}\n', "vllm", "document 0: expert 9, but a layer has 4"),
-        (
-            "a.jsonl",
-            '{"routed_experts": [[[0]]]}\n{"routed_experts": [[[0, 1]]]}\n',
-            "vllm",
-            "give traces of one model",
-        ),
-        ("a.csv", "layer,expert\n0;1\n", "llamacpp", "line 2: '0;1' is not layer,expert; check --format"),
-        (
-            "a.csv",
-            "layer,expert\n2000,1\n",
-            "llamacpp",
-            "line 2: '2000,1' is not layer,expert; check --format",
-        ),
-        ("a.csv", "layer,expert\n", "llamacpp", "no rows"),
-        ("a.parquet", "nothing", "moescope", "neither a .csv nor a parquet file; give another --format"),
-        ("a.parquet", "PAR1 and nothing", "moescope", "damaged parquet file"),
-        ("a.csv", "document,position,layer,experts\n0,0,0,1 x\n", "table", "column experts .* 'x'"),
-        ("a.csv", "document,position,layer,experts\n0,0,0,1 9\n", "table", "expert 9, but a layer has 4"),
-        ("a.csv", "document,position,layer,experts\n0,b,0,1 2\n", "table", "no valid CSV"),
-        ("a.csv", "document,position,layer\n0,0,0\n", "table", "no column experts"),
-        ("a.csv", "document,layer,layer\n0,0,0\n", "table", "appears twice"),
-        ("a.csv", "document,position,layer,experts\n0,,0,1 2\n", "table", "column position"),
-        ("a.csv", "document,position,layer,experts\n" + "0,0,0,1 2\n" * 2, "table", "two rows of document 0"),
-        ("a.csv", "document,position,layer,experts,phase\n0,0,0,1 2,x\n", "table", "phase 'x'"),
-        (
-            "a.jsonl",
-            '{"routed_experts": [[[0, 1], [1, 2]], [[3, 0], [2, 2]]]}\n',
-            "vllm",
-            "document 0, token 1, layer 1: names expert 2 twice, .*; record it again",
-        ),
-        ("a.csv", "turn,layer\n0,0\n", "route", "no column phase, step, slot"),
-        ("a.csv.gz", "turn,layer\n0,0\n", "route", "cannot be read"),
-    ],
-)
-def test_traces_that_cannot_be_read_are_refused_in_one_line(tmp_path, name, content, format, words):
-    (tmp_path / name).write_text(content)
-    with pytest.raises(BadInput, match=words) as caught:
-        trace(recorded=tmp_path / name, format=format, experts=4, out=tmp_path / "run")
-    assert "\n" not in str(caught.value)
-    assert not (tmp_path / "run").exists()
-
-
-@pytest.mark.parametrize(
     ("changes", "words"),
     [
         ({"format": None, "recorded": "a.jsonl"}, "give --format too; known: vllm, sglang, llamacpp"),
@@ -521,6 +470,9 @@ def npy_header(shape: str, dtype: str = "<i4") -> bytes:
     return b"\x93NUMPY\x01\x00" + len(text).to_bytes(2, "little") + text + bytes(24)
 
 
+TABLE = b"document,position,layer,experts\n"
+
+
 def answer(value: object, **more: object) -> bytes:
     return json.dumps({"routed_experts": value, **more}).encode()
 
@@ -567,10 +519,46 @@ def answer(value: object, **more: object) -> bytes:
             b"99999999999999999999999,0\n",
             "line 1: '99999999999999999999999,0' is not layer,expert",
         ),
+        ("a.jsonl", "vllm", b'{"routed_experts": "%%%"}\n', "not base64"),
+        ("a.jsonl", "vllm", b'{"routed_experts": "AAAA"}\n', "no valid .npy array"),
+        ("a.jsonl", "vllm", b'{"routed_experts": [[1, 2]]}\n', r"shape \[1, 2\]; expected whole numbers"),
+        ("a.jsonl", "vllm", b'{"routed_experts": [[[9]]]}\n', "document 0: expert 9, but a layer has 4"),
+        (
+            "a.jsonl",
+            "vllm",
+            b'{"routed_experts": [[[0]]]}\n{"routed_experts": [[[0, 1]]]}\n',
+            "give traces of one model",
+        ),
+        ("a.csv", "llamacpp", b"layer,expert\n0;1\n", "line 2: '0;1' is not layer,expert; check --format"),
+        (
+            "a.csv",
+            "llamacpp",
+            b"layer,expert\n2000,1\n",
+            "line 2: '2000,1' is not layer,expert; check --format",
+        ),
+        ("a.csv", "llamacpp", b"layer,expert\n", "no rows"),
+        ("a.parquet", "moescope", b"nothing", "neither a .csv nor a parquet file; give another --format"),
+        ("a.parquet", "moescope", b"PAR1 and nothing", "damaged parquet file"),
+        ("a.csv", "table", TABLE + b"0,0,0,1 x\n", "column experts .* 'x'"),
+        ("a.csv", "table", TABLE + b"0,0,0,1 9\n", "expert 9, but a layer has 4"),
+        ("a.csv", "table", TABLE + b"0,b,0,1 2\n", "no valid CSV"),
+        ("a.csv", "table", b"document,position,layer\n0,0,0\n", "no column experts"),
+        ("a.csv", "table", b"document,layer,layer\n0,0,0\n", "appears twice"),
+        ("a.csv", "table", TABLE + b"0,,0,1 2\n", "column position"),
+        ("a.csv", "table", TABLE + b"0,0,0,1 2\n" * 2, "two rows of document 0"),
+        ("a.csv", "table", b"document,position,layer,experts,phase\n0,0,0,1 2,x\n", "phase 'x'"),
+        (
+            "a.jsonl",
+            "vllm",
+            b'{"routed_experts": [[[0, 1], [1, 2]], [[3, 0], [2, 2]]]}\n',
+            "document 0, token 1, layer 1: names expert 2 twice, .*; record it again",
+        ),
+        ("a.csv", "route", b"turn,layer\n0,0\n", "no column phase, step, slot"),
+        ("a.csv.gz", "route", b"turn,layer\n0,0\n", "cannot be read"),
         ("a.csv", "llamacpp", b"layer\n0\n", "line 2: '0' is not layer,expert"),
     ],
 )
-def test_hostile_traces_are_one_line_in_little_memory(tmp_path, name, format, content, words):
+def test_traces_that_cannot_be_read_are_one_line_in_little_memory(tmp_path, name, format, content, words):
     (tmp_path / name).write_bytes(content)
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     with pytest.raises(BadInput, match=words) as caught:

@@ -30,79 +30,33 @@ OTHERWISE_IN_MEMORY = (
 )
 CASES = [(kind, "saved") for kind in KINDS] + [(kind, "memory") for kind in OTHERWISE_IN_MEMORY]
 
-SIZES: dict[str, Any] = {
-    "hidden_size": 16,
-    "d_model": 16,
-    "num_hidden_layers": 3,
-    "num_layers": 4,
-    "num_decoder_layers": 4,
-    "encoder_layers": 4,
-    "decoder_layers": 4,
-    "n_layers": 2,
-    "vocab_size": 64,
-    "max_position_embeddings": 64,
-    "intermediate_size": 24,
-    "intermediate_size_mlp": 28,
-    "moe_intermediate_size": 20,
-    "d_ff": 24,
-    "d_kv": 8,
-    "encoder_ffn_dim": 24,
-    "decoder_ffn_dim": 24,
-    "shared_expert_intermediate_size": 12,
-    "shared_intermediate_size": 12,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 1,
-    "num_heads": 2,
-    "n_heads": 2,
-    "encoder_attention_heads": 2,
-    "decoder_attention_heads": 2,
-    "head_dim": 8,
-    "q_lora_rank": 8,
-    "kv_lora_rank": 8,
-    "qk_rope_head_dim": 4,
-    "qk_nope_head_dim": 4,
-    "v_head_dim": 8,
-    "index_n_heads": 2,
-    "index_head_dim": 8,
-    "index_topk": 4,
-    "linear_num_key_heads": 1,
-    "linear_num_value_heads": 2,
-    "linear_key_head_dim": 8,
-    "linear_value_head_dim": 8,
-    "num_experts": 4,
-    "num_local_experts": 4,
-    "n_routed_experts": 4,
-    "moe_num_experts": 4,
-    "num_experts_per_tok": 2,
-    "num_experts_per_token": 2,
-    "moe_topk": 2,
-    "moe_k": 2,
-    "first_k_dense_replace": 1,
-    "num_dense_layers": 1,
-    "n_group": 1,
-    "topk_group": 1,
-    "num_expert_group": 1,
-    "n_shared_experts": 1,
-    "tie_word_embeddings": False,
-    "pad_token_id": 0,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
+# by size, all names that configs have for it
+NAMES: dict[Any, str] = {
+    16: "hidden_size d_model",
+    64: "vocab_size max_position_embeddings",
+    28: "intermediate_size_mlp",
+    24: "intermediate_size d_ff encoder_ffn_dim decoder_ffn_dim",
+    20: "moe_intermediate_size",
+    12: "shared_expert_intermediate_size shared_intermediate_size",
+    8: "d_kv head_dim q_lora_rank kv_lora_rank v_head_dim index_head_dim linear_key_head_dim "
+    "linear_value_head_dim",
+    4: "num_layers num_decoder_layers encoder_layers decoder_layers qk_rope_head_dim qk_nope_head_dim "
+    "index_topk num_experts num_local_experts n_routed_experts moe_num_experts",
+    3: "num_hidden_layers",
+    2: "n_layers num_attention_heads num_heads n_heads encoder_attention_heads decoder_attention_heads "
+    "index_n_heads linear_num_value_heads num_experts_per_tok num_experts_per_token moe_topk moe_k "
+    "eos_token_id",
+    1: "num_key_value_heads linear_num_key_heads first_k_dense_replace num_dense_layers n_group topk_group "
+    "num_expert_group n_shared_experts bos_token_id",
+    0: "pad_token_id",
 }
-TEXT = {
-    name: SIZES[name]
-    for name in (
-        "hidden_size",
-        "intermediate_size",
-        "moe_intermediate_size",
-        "num_hidden_layers",
-        "num_attention_heads",
-        "num_key_value_heads",
-        "head_dim",
-        "vocab_size",
-        "num_experts_per_tok",
-        "pad_token_id",
-    )
-}
+SIZES = {name: size for size, names in NAMES.items() for name in names.split()}
+SIZES["tie_word_embeddings"] = False
+OF_TEXT = (
+    *("hidden_size", "intermediate_size", "moe_intermediate_size", "num_hidden_layers", "head_dim"),
+    *("num_attention_heads", "num_key_value_heads", "vocab_size", "num_experts_per_tok", "pad_token_id"),
+)
+TEXT = {name: SIZES[name] for name in OF_TEXT}
 VISION = {
     "hidden_size": 16,
     "intermediate_size": 16,

@@ -343,36 +343,9 @@ def test_pads_move_nothing_and_are_counted_nowhere_unless_published():
     assert not torch.allclose(found["published"][0], found["among"][0], atol=1e-4)
 
 
-def test_evaluation_changes_no_state_and_a_token_alone_is_routed_as_in_a_batch():
-    router, x = made(respawn=True).eval(), noise(20)
-    before = {name: buffer.clone() for name, buffer in router.named_buffers()}
-    whole = router(tokens(x))
-    router.after_step()
-    assert all(torch.equal(buffer, before[name]) for name, buffer in router.named_buffers())
-    for at in range(20):
-        alone = router(tokens(x[at : at + 1]))
-        assert torch.equal(alone.chosen_TK[0], whole.chosen_TK[at])
-        torch.testing.assert_close(alone.gates_TK[0], whole.gates_TK[at])
-
-
 def test_a_batch_of_pads_alone_moves_nothing():
     router = made(respawn=True)
     before = router.keys_ED.clone()
     router(tokens(noise(4), torch.zeros(4, dtype=torch.bool)))
     router.after_step()
     torch.testing.assert_close(router.keys_ED, before)
-
-
-def test_state_that_was_saved_goes_on_as_if_nothing_had_happened():
-    router, twin = (
-        made(decay_after=2, decay=0.1, decay_percentile=40.0),
-        made(1, decay_after=2, decay=0.1, decay_percentile=40.0),
-    )
-    for at in range(6):
-        if at == 3:
-            twin.load_state_dict(router.state_dict())
-        for one in (router, twin) if at >= 3 else (router,):
-            one(tokens(noise(20, seed=at)))
-            one.after_step()
-    for name, value in router.state_dict().items():
-        assert torch.equal(value, twin.state_dict()[name])

@@ -329,17 +329,6 @@ def test_a_batch_of_pads_alone_routes_nothing_and_makes_no_nan():
 # --- evaluation, moving averages
 
 
-def test_in_evaluation_a_token_alone_is_routed_as_in_a_batch():
-    router, x = travelled().eval(), noise(50)
-    whole = router(tokens(x))
-    for at in range(50):
-        alone = router(tokens(x[at : at + 1]))
-        assert torch.equal(alone.chosen_TK[0], whole.chosen_TK[at])
-        torch.testing.assert_close(alone.gates_TK[0], whole.gates_TK[at])
-    assert whole.dropped_T is None
-    assert whole.losses == {}
-
-
 def test_published_evaluation_sends_every_single_token_to_the_same_experts():
     router = travelled(evaluation="published").eval()
     with torch.no_grad():
