@@ -122,6 +122,7 @@ def test_flips_are_counted_against_the_margins_of_all_tokens():
     assert flip_margins(np.full(3, np.nan), np.ones(3, dtype=bool)) == {}
 
 
+@pytest.mark.slow
 def test_two_precisions_of_one_model_differ_at_small_margins_only(tmp_path):
     """bfloat16 has 8 bits: choices that change have a margin in float32 far below that of other tokens."""
     from routing.tiny_text import save_model, texts, write_jsonl

@@ -144,12 +144,7 @@ def test_a_merge_and_a_comparison_share_one_chart_with_both_levels_of_chance(run
     assert distance_sections([run]) == []
 
 
-def test_the_command_shown_makes_the_run_again(run):
-    paths = [item["path"] for item in run.info["checkpoints"]]
-    assert run.info["command"].startswith(f"moescope compare '{paths[0]}' {paths[1]} ")
-    assert " --matched" in run.info["command"]
-
-
+@pytest.mark.slow
 @pytest.mark.parametrize(("width", "scheme"), [(1400, "light"), (390, "dark")])
 def test_every_figure_is_drawn_and_nothing_is_wider_than_the_page(browser, html, width, scheme):
     troubles: list[str] = []

@@ -11,7 +11,7 @@ import pytest
 from compression.planted_pairs import Planted, write_planted_pairs
 from moescope.run import Run
 
-SEEDS = (1, 2)
+SEEDS = (1, pytest.param(2, marks=pytest.mark.slow))
 KEPT = 6
 
 

@@ -16,10 +16,10 @@ from compression.tiny_plans import FAMILIES, merging_plan, pruning_plan, saved
 from families.test_writing import load, on_disk, same_bits
 from families.tiny_models import find_blocks, own_biases, own_experts, router_of, tiny_model
 from moescope.checkpoint import open_checkpoint
-from moescope.compression.applying import apply_plan, merged_expert, planned_bytes
+from moescope.compression.applying import apply_plan, planned_bytes
 from moescope.errors import BadInput
 from moescope.families import read_moe
-from moescope.types import ExpertWeights, LayerPlan
+from moescope.types import LayerPlan
 
 DATA = "*.safetensors"
 
@@ -106,59 +106,6 @@ def test_pruning_to_all_experts_changes_no_byte_of_the_files(tmp_path, kind, for
     assert (tmp_path / "same" / "config.json").read_bytes() == (
         tmp_path / "source" / "config.json"
     ).read_bytes()
-
-
-def test_a_scan_of_what_was_written_agrees_with_the_plan(tmp_path):
-    import moescope
-
-    _, moe = saved(tmp_path / "source", "mixtral")
-    plan = pruning_plan(moe, 3)
-    apply_plan(moe, plan, {}, tmp_path / "small")
-    before = moescope.scan(tmp_path / "source", out=tmp_path / "before", quiet=True).table("spectra")
-    after = moescope.scan(tmp_path / "small", out=tmp_path / "after", quiet=True).table("spectra")
-    for layer in plan.layers:
-        ours = after[after["layer"] == layer.layer].sort_values("expert")["frobenius"].tolist()
-        theirs = before[before["layer"] == layer.layer].set_index("expert")["frobenius"]
-        assert ours == [theirs[expert] for expert in layer.dominants]
-
-
-def test_merging_copies_that_differ_in_order_and_sign_gives_the_expert_back():
-    weights = read_weights_of_copies()
-    made = merged_expert(weights.layer, (0, 1), (0.3, 0.7), weights.fit)
-    for ours, theirs in (
-        (made.gate_FD, weights.own.gate_FD),
-        (made.up_FD, weights.own.up_FD),
-        (made.down_DF, weights.own.down_DF),
-    ):
-        torch.testing.assert_close(ours, theirs)
-
-
-def read_weights_of_copies():
-    """A layer whose expert 1 is expert 0 with neurons reordered and flipped, and the fit that undoes it."""
-    from types import SimpleNamespace
-
-    from moescope.compression.plan import LayerFit
-
-    generator = torch.Generator().manual_seed(0)
-    gate, up, down = (torch.randn(6, 4, generator=generator) for _ in range(3))
-    own = ExpertWeights(gate, down.T.contiguous(), up)
-    order, sign = torch.randperm(6, generator=generator), torch.tensor([1, -1, -1, 1, -1, 1])
-    copy = ExpertWeights(gate[order], (down[order] * sign[:, None]).T, up[order] * sign[:, None])
-    back = order.argsort()
-    fit = LayerFit(orders={1: back}, signs={1: sign[back]})
-
-    def stack(name):
-        return SimpleNamespace(read=lambda e: getattr((own, copy)[e], name))
-
-    layer = SimpleNamespace(
-        gate_EFD=stack("gate_FD"),
-        up_EFD=stack("up_FD"),
-        down_EDF=stack("down_DF"),
-        gate_bias_EF=None,
-        up_bias_EF=None,
-        down_bias_ED=None,
-    )
-    return SimpleNamespace(own=own, layer=layer, fit=fit)
 
 
 def test_no_more_than_one_projection_of_two_experts_is_in_memory_while_a_merged_layer_is_written(tmp_path):

@@ -97,7 +97,7 @@ def folded_plan(moe: MoeCheckpoint, folder: Path) -> tuple[Plan, Fits]:
         ("spectra", False),
         ("hash", False),
         ("expert_choice", True),
-        ("some", True),
+        pytest.param("some", True, marks=pytest.mark.slow),
     ],
 )
 def test_damage_of_merging_is_foretold_as_it_is_measured(tmp_path: Path, router: str, fitted: bool):

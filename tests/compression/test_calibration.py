@@ -139,13 +139,12 @@ def test_gates_times_ungated_outputs_give_what_the_experts_gave(kind):
         ), f"{kind}, layer {routing.layer}"
 
 
-@pytest.mark.parametrize("kind", ["mixtral", "deepseek_v3"])
-def test_sums_of_two_texts_added_are_the_sums_over_both(tmp_path, kind):
+def test_sums_of_two_texts_added_are_the_sums_over_both(tmp_path):
     first, second = documents(12, seed=1), documents(9, seed=2)
     found = []
     for texts in (first, second, [*first, *second]):
         collector = RoutedSums()
-        calibrate(traced(kind), texts, [collector])
+        calibrate(traced("deepseek_v3"), texts, [collector])
         found.append(collector.sums())
     save_sums(tmp_path / "a.safetensors", found[0], {"documents": 12})
     ours, facts = load_sums(tmp_path / "a.safetensors")

@@ -55,9 +55,8 @@ def assert_equal_runs(left: Run, right: Run) -> None:
         pd.testing.assert_frame_equal(left.table(name), right.table(name), rtol=1e-12, atol=1e-12)
 
 
-@pytest.mark.parametrize(
-    ("method", "jobs"), [("hc_smoe", 3), pytest.param("m_smoe", 2, marks=pytest.mark.slow)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("method", "jobs"), [("hc_smoe", 3), ("m_smoe", 2)])
 def test_sums_and_plan_do_not_depend_on_the_number_of_workers(connected, place, tmp_path, method, jobs):
     here = compress(place, tmp_path / "here", method=method)
     there = compress(place, tmp_path / "there", method=method, engine="ray", jobs=jobs)
@@ -65,6 +64,7 @@ def test_sums_and_plan_do_not_depend_on_the_number_of_workers(connected, place, 
     assert [entry["workers"] for entry in there.info["execution"]] == [jobs, 1]
 
 
+@pytest.mark.slow
 def test_a_killed_worker_s_documents_are_counted_once(connected, place, tmp_path, monkeypatch):
     """Pruned, written and judged; a worker is killed in the middle of its streamed part."""
     here = compress(place, tmp_path / "here", apply=tmp_path / "small-here")

@@ -101,17 +101,6 @@ def test_router_kl_of_pruning_is_the_log_of_the_probability_that_is_left(tmp_pat
         )
 
 
-def test_a_router_whose_gates_are_not_understood_gets_no_prediction(tmp_path):
-    tiny, moe = saved(tmp_path / "source", "mixtral")
-    model = traced(tiny.model)
-    states, gating, blocks = calibrated(model)
-    blind = {layer: replace(how, explains=False) for layer, how in gating.items()}
-    assert all(
-        found.error is None
-        for found in predict(model, pruning_plan(moe, 3), {}, states, blind, blocks).values()
-    )
-
-
 # --- experts replaced in a running model
 
 

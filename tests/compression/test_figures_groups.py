@@ -107,13 +107,6 @@ def test_carried_out_links_are_blue_the_others_grey_and_unrelated_experts_a_line
     assert np.isnan(merged["y"]).sum() == steps["done"].sum()
 
 
-def test_the_caption_names_distances_and_that_of_unrelated_experts(tables):
-    caption = dendrogram(tables).slider.captions[1]
-    done = tables["merges"].query("layer == 3 and done")["height"]
-    assert f"10 experts in 6 groups, merged at distances {done.min():.3g} to {done.max():.3g}" in caption
-    assert "unrelated experts: 2" in caption
-
-
 def test_dominant_members_of_groups_are_marked_and_every_expert_is_named_below(tables):
     figure = dendrogram(tables)
     leaders = figure.data[3]

@@ -24,7 +24,6 @@ from moescope.errors import BadInput
 from moescope.execution.documents import Document
 from moescope.execution.evaluation import is_held_out
 from moescope.execution.lab_models import load_any_model
-from moescope.execution.models import TracedModel
 from moescope.run import Run
 from moescope.types import Routing
 
@@ -164,38 +163,33 @@ def test_measured_errors_are_those_of_both_models_blocks(place: Path):
     assert torch.equal(found[1][1], routed.chosen_TK)
 
 
+def compressions(*cases: tuple[str, str, dict]) -> list:
+    """The first two are run in the fast suite."""
+    return [pytest.param(*case, marks=[pytest.mark.slow][: place > 1]) for place, case in enumerate(cases)]
+
+
 @pytest.mark.parametrize(
-    ("router", "changes", "settings"),
-    [
-        ("loss_free", {}, {"method": "m_smoe"}),
-        ("topk", {"block": "some"}, {"method": "hc_smoe"}),
-    ],
+    ("router", "method", "changes"),
+    compressions(
+        ("some", "reap", {}),
+        ("spectra", "m_smoe_permuted", {}),
+        ("expert_choice", "reap", {}),
+        ("hash", "reap", {}),
+        ("spectra", "reap", {}),
+        ("loss_free", "m_smoe", {}),
+        ("topk", "hc_smoe", {"block": "some"}),
+        ("hash", "hc_smoe", {}),
+        ("some", "m_smoe", {}),
+        ("expert_choice", "weights", {}),
+    ),
 )
-def test_experts_merged_on_text_run_in_the_lab(router: str, changes: dict, settings: dict, tmp_path: Path):
+def test_experts_of_every_router_are_pruned_or_merged_and_judged_by_the_lab(
+    router: str, method: str, changes: dict, tmp_path: Path
+):
     model = saved(tmp_path / "model", router, layers=2, **changes)
     found = compress(
         model,
-        keep=4,
-        text=written(tmp_path),
-        apply=tmp_path / "small",
-        out=tmp_path / "run",
-        controls=0,
-        quiet=True,
-        **settings,
-    )
-    whole = found.table("damage").query("layer.isna()").iloc[0]
-    small, _ = load_model(tmp_path / "small")
-    assert small.config.experts == 4
-    assert whole["perplexity"] == pytest.approx(perplexity(small, held_out()[1]), rel=1e-4)
-
-
-@pytest.mark.parametrize("router", ["some", "expert_choice", "hash", "spectra"])
-def test_routers_that_know_more_of_an_expert_than_a_row_are_pruned_and_judged_by_the_lab(
-    router: str, tmp_path: Path
-):
-    model = saved(tmp_path / "model", router, layers=2)
-    found = compress(
-        model,
+        method=method,
         keep=4,
         text=written(tmp_path),
         apply=tmp_path / "small",
@@ -205,12 +199,16 @@ def test_routers_that_know_more_of_an_expert_than_a_row_are_pruned_and_judged_by
     )
     small, _ = load_model(tmp_path / "small")
     assert small.config.experts == 4
-    whole = found.table("damage").query("method == 'reap' and layer.isna()").iloc[0]
-    assert whole["perplexity"] == pytest.approx(perplexity(small, held_out()[1]), rel=1e-4)
+    whole = found.table("damage").query("layer.isna()").set_index("method")
+    assert whole["perplexity"].notna().all()
+    assert whole["perplexity"][method] == pytest.approx(perplexity(small, held_out()[1]), rel=1e-4)
     layers = found.table("damage").dropna(subset="layer")
     assert len(layers) == 2 * 2
     assert layers[["predicted_error", "measured_error"]].notna().all(axis=None)
     assert layers["router_kl"].notna().all() == (router != "hash")
+    assert found.table("clusters")["kept"].all() == (method != "reap")
+    merged = "join" if router in ("hash", "spectra") else "fold"
+    assert found.info["setup"]["router"] == ("slice" if method == "reap" else merged)
     assert not any("not recognised" in said or "no measured error" in said for said in found.info["warnings"])
 
 
@@ -220,42 +218,6 @@ def test_a_dense_model_has_nothing_to_take_away(tmp_path: Path):
         with pytest.raises(BadInput, match="one expert per layer, nothing to compress"):
             compress(model, keep=1, method=method, out=tmp_path / "run")
     assert not (tmp_path / "run").exists()
-
-
-@pytest.mark.parametrize(
-    ("router", "settings"),
-    [
-        ("hash", {"method": "hc_smoe"}),
-        ("spectra", {"method": "m_smoe_permuted"}),
-        ("some", {"method": "m_smoe"}),
-        ("expert_choice", {"method": "weights"}),
-    ],
-)
-def test_experts_of_other_routers_are_merged_and_judged_by_the_lab(
-    router: str, settings: dict, tmp_path: Path
-):
-    model = saved(tmp_path / "model", router, layers=2)
-    found = compress(
-        model,
-        keep=4,
-        text=written(tmp_path),
-        apply=tmp_path / "small",
-        out=tmp_path / "run",
-        controls=1,
-        quiet=True,
-        **settings,
-    )
-    small, _ = load_model(tmp_path / "small")
-    assert small.config.experts == 4
-    assert found.table("clusters")["kept"].all()
-    whole = found.table("damage").query("layer.isna()").set_index("method")
-    assert whole["perplexity"].notna().all()
-    assert whole["perplexity"][settings["method"]] == pytest.approx(
-        perplexity(small, held_out()[1]), rel=1e-4
-    )
-    layers = found.table("damage").dropna(subset="layer")
-    assert layers[["predicted_error", "measured_error"]].notna().all(axis=None)
-    assert found.info["setup"]["router"] == ("join" if router in ("hash", "spectra") else "fold")
 
 
 @pytest.mark.parametrize("router", ["some", "expert_choice"])
@@ -334,10 +296,3 @@ def test_what_a_router_of_the_lab_cannot_become_is_rejected_before_any_work(
     with pytest.raises(BadInput, match=line):
         compress(model, text=written(tmp_path), out=tmp_path / "run", **{"keep": 4, **settings})
     assert not (tmp_path / "run").exists()
-
-
-def test_layouts_that_transformers_loads_are_run_by_it(tmp_path: Path):
-    loaded: TracedModel = load_any_model(
-        str(saved(tmp_path / "model", "top2", layers=1)), "auto", "cpu", prefer_transformers=True
-    )
-    assert type(loaded.model).__name__ == "MixtralForCausalLM"

@@ -74,6 +74,7 @@ def test_weights_alone_find_the_twins_and_merging_them_keeps_the_perplexity(plan
     keeps_within_one_percent(planted, *compressed(planted, "weights", **JUDGED), "weights")
 
 
+@pytest.mark.slow
 def test_mean_outputs_find_the_twins_but_merging_without_matching_costs(one_planted, compressed):
     run, plain = compressed(one_planted, "hc_smoe")
     assert groups(run, 0) == groups(run, 1) == GROUPS

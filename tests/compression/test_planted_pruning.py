@@ -11,7 +11,7 @@ from compression.planted_pairs import PAIRS
 from moescope.compression.plan import read_plan
 
 
-@pytest.mark.parametrize("method", ["gate_weight", "reap"])
+@pytest.mark.parametrize("method", [pytest.param("gate_weight", marks=pytest.mark.slow), "reap"])
 def test_one_of_each_pair_of_twins_goes_and_almost_nothing_is_lost_where_random_pruning_loses_much(
     planted, compressed, method
 ):

@@ -17,7 +17,17 @@ from moescope.compression.calibration import Gating, LayerStates
 from moescope.compression.method import Evidence, PlanSettings
 from moescope.compression.methods import METHODS, method_named
 from moescope.compression.plan import check_plan, checkpoint_mark
-from moescope.compression.pruning import gate_scales, keep_best, keep_counts, random_scores, read_keep
+from moescope.compression.pruning import (
+    ean,
+    frequency,
+    gate_scales,
+    gate_weight,
+    keep_best,
+    keep_counts,
+    random_scores,
+    read_keep,
+    reap,
+)
 from moescope.errors import BadInput
 from moescope.execution.scoring import Scoring
 from moescope.families import read_moe
@@ -118,8 +128,10 @@ def test_random_pruning_is_nested_differs_by_seed_and_by_layer_and_needs_no_text
 def test_every_method_is_named_once_and_an_unknown_one_is_rejected_with_the_list():
     names = [method.name for method in METHODS]
     assert len(set(names)) == len(names)
-    assert names[:5] == ["frequency", "gate_weight", "ean", "reap", "random"]
-    assert {method_named(method.control).needs_text for method in METHODS} <= {False}
+    assert [method.score for method in METHODS[:4]] == [frequency, gate_weight, ean, reap]
+    controls = {method.name: method.control for method in METHODS}
+    assert {name for name in names if controls[name] == "random_merge"} == {*names[5:]}
+    assert {method_named(control).needs_text for control in controls.values()} == {False}
     with pytest.raises(
         BadInput, match="unknown method 'reep'; known: frequency, gate_weight, ean, reap, random"
     ):

@@ -4,9 +4,6 @@ What it says, what it draws, and that it needs neither torch nor the model.
 """
 
 import shlex
-import shutil
-import subprocess
-import sys
 
 import pytest
 from playwright.sync_api import expect
@@ -15,7 +12,6 @@ from moescope.compression.report import FINDINGS, NUMBERS
 from moescope.compression.rows import beside_controls
 from moescope.compression.tables import TABLES
 from moescope.compression.verb import compress
-from moescope.plotting.style import byte_size
 from moescope.reporting.findings import key_numbers, say_all
 from moescope.reporting.verb import report
 from moescope.run import Run
@@ -128,20 +124,6 @@ def test_the_command_given_for_doing_it_again_makes_the_same_plan(compressed_run
     assert again.table("clusters").equals(compressed_run.table("clusters"))
 
 
-def test_token_ids_and_the_number_of_controls_are_in_the_command_for_doing_it_again(compressed_run, tmp_path):
-    import numpy as np
-
-    np.save(tmp_path / "ids.npy", np.random.default_rng(0).integers(3, 60, (8, 12)))
-    model = compressed_run.path.parent / "model"
-    run = compress(
-        model, keep=3, token_ids=tmp_path / "ids.npy", out=tmp_path / "run", controls=1, quiet=True
-    )
-    words = shlex.split(run.info["command"])
-    assert words[words.index("--token-ids") + 1] == str(tmp_path / "ids.npy")
-    assert "--text" not in words
-    assert words[words.index("--controls") + 1] == "1"
-
-
 def test_a_run_without_text_says_that_nothing_was_judged(compressed_run, tmp_path):
     model = compressed_run.path.parent / "model"
     run = compress(model, method="random", keep=3, out=tmp_path / "run", quiet=True)
@@ -155,23 +137,7 @@ def test_a_run_without_text_says_that_nothing_was_judged(compressed_run, tmp_pat
     report(run, out=tmp_path / "report.html")
 
 
-def test_a_report_is_made_without_torch_from_the_tables_alone(compressed_run, tmp_path):
-    shutil.copytree(compressed_run.path, tmp_path / "run")
-    script = f"""
-import sys
-class Refuse:
-    def find_spec(self, name, path=None, target=None):
-        if name.split(".")[0] in ("torch", "transformers"):
-            raise ImportError(name)
-sys.meta_path.insert(0, Refuse())
-import moescope
-print(moescope.report({str(tmp_path / "run")!r}))
-"""
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    assert (tmp_path / "run" / "report.html").exists()
-
-
+@pytest.mark.slow
 @pytest.mark.parametrize(("width", "scheme"), [(1400, "light"), (390, "dark")])
 def test_every_figure_is_drawn_in_a_browser_and_nothing_is_wider_than_the_page(browser, page, width, scheme):
     from reporting.test_browser import scroll_through
@@ -188,13 +154,3 @@ def test_every_figure_is_drawn_in_a_browser_and_nothing_is_wider_than_the_page(b
     assert opened.evaluate("document.documentElement.scrollWidth <= document.documentElement.clientWidth")
     context.close()
     assert troubles == []
-
-
-def test_sizes_and_spreads_are_said_as_people_say_them():
-    assert [byte_size(count) for count in (1, 12, 45_888, 7.5e7, 9.3e10)] == [
-        "1 byte",
-        "12 bytes",
-        "45.9 kB",
-        "75 MB",
-        "93 GB",
-    ]

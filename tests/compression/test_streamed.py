@@ -82,7 +82,9 @@ def resident(place, tmp_path_factory):
     return compress(place, tmp_path_factory.mktemp("runs") / "resident", execution="resident")
 
 
-@pytest.mark.parametrize("stopped", [(0, 1), (1, 2), (2, 1), (3, 3)])
+@pytest.mark.parametrize(
+    "stopped", [(2, 1), *(pytest.param(place, marks=pytest.mark.slow) for place in ((0, 1), (1, 2), (3, 3)))]
+)
 def test_an_interrupted_judgement_resumes_at_its_pass_and_layer(
     place, tmp_path, monkeypatch, resident, stopped
 ):
@@ -131,6 +133,7 @@ def test_layers_larger_than_the_memory_are_rejected_before_calibration(place, tm
     assert not (tmp_path / "run-small").exists()
 
 
+@pytest.mark.slow
 def test_a_tied_router_is_judged_as_in_a_resident_run(place, tmp_path):
     runs = [
         compress(place, tmp_path / way, method="hc_smoe", router="tie", execution=way)

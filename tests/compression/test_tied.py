@@ -46,8 +46,10 @@ def twins(folder: Path, dtype: torch.dtype) -> Path:
     return tiny.save(folder / "model", "saved")
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("method", ["hc_smoe", "weights"])
+@pytest.mark.parametrize(
+    ("method", "dtype"),
+    [("hc_smoe", torch.float32), pytest.param("weights", torch.bfloat16, marks=pytest.mark.slow)],
+)
 def test_merging_equal_experts_is_exactly_the_identity(tmp_path, text, method, dtype):
     run = tied(twins(tmp_path, dtype), text, tmp_path / "run", method)
     groups = run.table("clusters").groupby(["layer", "cluster"])["expert"].apply(tuple)

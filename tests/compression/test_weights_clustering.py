@@ -49,11 +49,10 @@ def planted(seed: int, experts: int = 8) -> list[ExpertWeights]:
     return own + [disguised(own[e], seed * 100 + e) for e in range(3)]
 
 
-@pytest.mark.parametrize("seed", [1, 2])
-def test_disguised_copies_are_grouped_with_what_they_copy(seed):
-    grouping = weights_clusters(planted(seed), keep=5)
+def test_disguised_copies_are_grouped_with_what_they_copy():
+    grouping = weights_clusters(planted(1), keep=5)
     assert grouping.groups == ((0, 5), (1, 6), (2, 7), (3,), (4,))
-    assert matched_distances(planted(seed))[1].all()
+    assert matched_distances(planted(1))[1].all()
 
 
 def test_l2_is_the_distance_of_the_matched_matrices_over_all_projections():

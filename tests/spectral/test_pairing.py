@@ -262,6 +262,7 @@ def weakly_aligned_layer(generator: np.random.Generator, n: int, d: int) -> Alig
     return AlignmentMatrix(ks, np.clip(align, 0, 1), np.full(n, float(d)), d)
 
 
+@pytest.mark.slow
 def test_weak_alignment_is_found_by_the_mean_twice_as_often_as_by_accuracy():
     """300 layers of eight experts. The share called is within three binomial deviations of 0.533, that of the
     mean alignment's test in 4,000 layers; accuracy found 0.284 of those."""
