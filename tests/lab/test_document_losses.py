@@ -13,13 +13,7 @@ import torch
 from lab.tiny_training import TINY
 from moescope.decoder.model import LabModel
 from moescope.decoder.vocabulary import Bytes
-from moescope.lab.evaluation import (
-    DocumentSample,
-    document_losses,
-    evaluation_noise,
-    mean_loss,
-    spread,
-)
+from moescope.lab.evaluation import DocumentSample, document_losses, evaluation_noise, mean_loss, spread
 from moescope.statistics import FEWEST_DOCUMENTS
 
 

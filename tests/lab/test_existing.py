@@ -345,11 +345,7 @@ def test_a_dense_base_has_no_old_router_and_both_held_out_losses_name_their_text
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "changes",
-    [
-        {"trained": "everything", "router": "loss_free"},
-        {"trained": "routers+experts"},
-    ],
+    "changes", [{"trained": "everything", "router": "loss_free"}, {"trained": "routers+experts"}]
 )
 def test_an_interrupted_training_ends_with_the_same_numbers(changes, here, monkeypatch):
     base = saved("mixtral", here / "base")

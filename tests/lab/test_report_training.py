@@ -73,10 +73,7 @@ def test_load_that_cannot_be_uneven_is_not_called_least_even_anywhere(
     ("model", "words"),
     [
         ({"layers": 1, "experts": 1}, "top2 router, 1 layer of 1 expert; "),
-        (
-            {"router": "dense"},
-            "dense router, 2 layers of one block as wide as 2 experts; ",
-        ),
+        ({"router": "dense"}, "dense router, 2 layers of one block as wide as 2 experts; "),
         ({}, "top2 router, 2 layers of 4 experts; "),
     ],
 )

@@ -193,10 +193,7 @@ def test_a_study_survives_json():
         ({"preset": "huge"}, "unknown preset 'huge'"),
         ({"keep": "some"}, "unknown keep 'some'; known: last, all, none"),
         ({"base": {"modell": {}}}, "base: unknown table 'modell'"),
-        (
-            {"base": {"train": {"seed": 3}}},
-            "[base.train] seed: give the study's seeds instead",
-        ),
+        ({"base": {"train": {"seed": 3}}}, "[base.train] seed: give the study's seeds instead"),
         (
             {"base": {"train": {"paired_weights": False}}},
             "[base.train] paired_weights: all arms of a seed start from the same weights",
@@ -213,18 +210,12 @@ def test_a_study_survives_json():
             {"axes": {**ROUTERS, "model.router_options.rate": [1]}},
             "arm 'top2 rate=1': router top2: unknown option 'rate'",
         ),
-        (
-            {"axes": {"size": {"S": {"model": 3}}}},
-            "[axes.size] S: model must be a table, not 3",
-        ),
+        ({"axes": {"size": {"S": {"model": 3}}}}, "[axes.size] S: model must be a table, not 3"),
         (
             {"axes": {"train.paired_weights": [True, False]}},
             "arm 'paired_weights=False': [train] paired_weights: all arms of a seed start",
         ),
-        (
-            {"arms": {"x" * 201: {"model": {"layers": 1}}}},
-            "its name has 201 letters; the limit is 200",
-        ),
+        ({"arms": {"x" * 201: {"model": {"layers": 1}}}}, "its name has 201 letters; the limit is 200"),
         ({"arms": {"x": {"modle": {}}}}, "[arms.x]: unknown key 'modle'; did you mean 'model'?"),
         ({"arms": {"x": {"question": "why"}}}, "unknown question 'why'"),
         (
@@ -244,10 +235,7 @@ def test_a_study_survives_json():
             {"arms": {"a b": {"model": {"layers": 1}}, "A_b": {"model": {"layers": 2}}}},
             "arms 'a b' and 'A_b' would share a folder",
         ),
-        (
-            {"arms": {"x": {"data": {"max_bytes": 9}}}},
-            "differ in [data], so their losses are not comparable",
-        ),
+        ({"arms": {"x": {"data": {"max_bytes": 9}}}}, "differ in [data], so their losses are not comparable"),
         ({"arms": {"x": {"train": {"sequence_length": 9}}}}, "differ in [train] sequence_length"),
         ({"ablations": "hash"}, "unknown router of ablations in study 'hash'; known: spectra, some"),
     ],
