@@ -50,7 +50,6 @@ LONGEST = (
     *("lab/test_existing.py", "lab/test_learning.py", "lab/test_study.py", "lab/test_shared_training.py"),
     *("reporting/test_workbench.py", "reporting/test_browser.py", "reporting/test_overviews.py"),
     *(
-        "lab/test_studies.py",
         "routing/test_browser.py",
         "lab/test_train.py",
         "routing/test_monitor_adapters.py",

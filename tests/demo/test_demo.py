@@ -163,7 +163,7 @@ def test_every_domain_of_the_demo_has_enough_documents_for_intervals(shown):
 def test_the_demo_reads_code_within_the_trained_length_as_plain_transformers_does(shown):
     run, _ = shown
     length = run.info["arguments"]["train"]["sequence_length"]
-    lines = (run.path / "validation" / "code.jsonl").read_text().splitlines()
+    lines = (run.path / "validation" / "code.jsonl").read_text().splitlines()[:4]
     model = str(SHIPPED / "model")
     theirs = MixtralForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
     tokenizer = AutoTokenizer.from_pretrained(model)
@@ -180,8 +180,8 @@ def test_the_demo_reads_code_within_the_trained_length_as_plain_transformers_doe
         return float(torch.cat(losses).mean().exp())
 
     traced = load_any_model(model, "float32", "cpu")
-    documents = list(read_documents(traced, sources([], [f"code={run.path}/validation/code.jsonl"], None)))
-    judged = per_document(traced, documents)
+    documents = read_documents(traced, sources([], [f"code={run.path}/validation/code.jsonl"], None))
+    judged = per_document(traced, list(documents)[:4])
     own = math.exp(judged.loss_D.sum() / judged.tokens_D.sum())
     assert own == pytest.approx(perplexity(length), rel=1e-3)
     assert perplexity(4 * length) > 2 * perplexity(length)  # what reading longer windows would cost
@@ -228,6 +228,7 @@ def test_a_scan_finds_what_was_planted(planted_run):
     }  # fmt: skip
 
 
+@pytest.mark.slow
 def test_other_seeds_find_the_same_facts(tmp_path):
     for seed in range(1, 6):
         write_planted(tmp_path / f"model-{seed}", seed)

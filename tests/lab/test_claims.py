@@ -15,7 +15,6 @@ import pytest
 from scipy import stats
 from typer.testing import CliRunner
 
-import moescope
 from lab.shared_claims import NOISE, SEEDS, layers, losses_of_five_seeds, study
 from lab.study_runs import router_arms, study_run
 from moescope.cli import app
@@ -697,12 +696,6 @@ def test_a_page_needs_no_claim_and_no_number_of_one(run: Run, tmp_path: Path):
         judged_claims([file, file], [run])
 
 
-def test_a_study_with_an_arm_called_spectra_has_no_results_of_a_paper(run: Run, tmp_path: Path):
-    from moescope.reporting.page import page_content
-
-    assert "results" not in page_content([run])["data"].split('"tabs"')[1].split('"name":"weights"')[0]
-
-
 def test_claims_need_a_study(tmp_path: Path):
     with pytest.raises(BadInput, match="--results"):
         from moescope.reporting.verb import judged_claims
@@ -749,10 +742,3 @@ def test_a_function_that_is_not_there_is_named(tmp_path: Path, place: str, said:
     (tmp_path / "bad.py").write_text("raise ValueError('boom')\n")
     with pytest.raises(BadInput, match=said):
         load_function(place, tmp_path, "sections")
-
-
-def test_the_names_of_python_are_those_of_the_command_line(run: Run, tmp_path: Path):
-    (tmp_path / "results.toml").write_text(FILE)
-    (tmp_path / "more.py").write_text(MORE)
-    page = moescope.report(run, out=tmp_path / "page.html", results=tmp_path / "results.toml", quiet=True)
-    assert page.exists()

@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import random
 import shutil
-import sys
 import tomllib
 from argparse import Namespace
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
+import causal
+import continuations
+import designs
+import existing
 import numpy as np
 import pandas as pd
 import pytest
+import report
+import run
 import torch
 
 from decoder.tiny_lab import tiny, trained
@@ -27,25 +30,7 @@ from moescope.lab.tables import TABLES
 from moescope.run import RunWriter, write_table
 from moescope.tables import read_parquet
 
-STUDIES = Path(__file__).parents[2] / "studies"
-
-
-def script(name: str) -> ModuleType:
-    spec = importlib.util.spec_from_file_location(name, STUDIES / f"{name}.py")
-    assert spec
-    assert spec.loader
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module
-    spec.loader.exec_module(module)
-    return module
-
-
-designs = script("designs")
-run = script("run")
-causal = script("causal")
-existing = script("existing")
-continuations = script("continuations")
-report = script("report")
+STUDIES = Path(__file__).parents[1]
 
 
 def test_every_design_is_a_study_at_both_sizes_and_survives_toml():
@@ -149,7 +134,6 @@ def run_in_seconds(store: Path, name: str, design: dict, arms: tuple[str, ...]) 
     assert run.run_study(name, store, store / "work", 300, given)
 
 
-@pytest.mark.slow
 def test_a_study_at_nano_size_runs_as_the_large_one_does(tmp_path: Path):
     design = designs.shrink(designs.causal({}))
     run_in_seconds(tmp_path, "causal", design, ("top2", "spectra"))
@@ -163,7 +147,6 @@ def test_a_study_at_nano_size_runs_as_the_large_one_does(tmp_path: Path):
     assert effects.groupby(["arm", "seed", "layer"])["expert"].nunique().tolist() == [8] * 8
 
 
-@pytest.mark.slow
 def test_a_study_of_some_stores_keys_and_their_use(tmp_path: Path):
     design = designs.shrink(designs.some(320))
     run_in_seconds(tmp_path, "some", design, ("A4", "A4 dense"))
@@ -195,7 +178,6 @@ def test_the_continuations_are_choices_of_the_domain_and_one_of_them_follows():
     assert places.min() > continuations.ITEMS / continuations.CHOICES / 2
 
 
-@pytest.mark.slow
 def test_the_readmes_are_those_of_the_stored_studies(tmp_path: Path):
     copy = tmp_path / "studies"
     shutil.copytree(STUDIES, copy, ignore=shutil.ignore_patterns("text", "__pycache__"))
@@ -261,7 +243,6 @@ def shard(store: Path, work: str, **options: Any) -> dict[str, Any]:
     return last
 
 
-@pytest.mark.slow
 def test_a_stored_study_gains_an_arm_and_trains_another_again_beside_other_work(tmp_path: Path):
     small_study(tmp_path, "top2", "hash")
     assert shard(tmp_path, "first")["trainings"] == 4
