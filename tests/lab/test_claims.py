@@ -227,6 +227,7 @@ def test_chance_is_taken_off_where_it_is_asked_for(tmp_path: Path):
 # --- verdicts and guards
 
 
+@pytest.mark.slow
 def test_of_four_thousand_results_without_an_effect_at_most_a_twentieth_claims_one(tmp_path: Path):
     """Twelve arms share a seed's effect and are compared with two references; arms differ by noise alone."""
     generator, count, seeds = np.random.default_rng(6), 4000, 10
@@ -246,6 +247,7 @@ def test_of_four_thousand_results_without_an_effect_at_most_a_twentieth_claims_o
     assert 0.01 < claimed <= 0.05 + 3 * math.sqrt(0.05 * 0.95 / count)
 
 
+@pytest.mark.slow
 def test_planted_differences_are_found_at_the_power_that_the_t_test_has(tmp_path: Path):
     generator, seeds, effect = np.random.default_rng(1), 8, 1.5  # of the differences' deviation
     file = read_claims(claims_file(tmp_path, claim()))

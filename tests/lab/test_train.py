@@ -113,6 +113,7 @@ def test_another_config_into_the_same_folder_is_refused(trained_run: Run, tmp_pa
         train(config_file(tmp_path, steps=13), out=trained_run.path, device="cpu", quiet=True)
 
 
+@pytest.mark.slow
 def test_a_scan_and_trace_that_do_not_fit_the_training_are_made_anew(trained_run: Run, tmp_path: Path):
     folder = shutil.copytree(trained_run.path, tmp_path / "run")
     damage(folder / "scan", "other arguments")
@@ -148,6 +149,7 @@ def test_somebody_elses_files_where_the_scan_would_go_are_a_warning_and_gone_wit
     assert "alignment" in Run.load(folder / "scan").tables
 
 
+@pytest.mark.slow
 def test_a_part_given_beside_its_training_is_shown_once(trained_run: Run):
     parts = [Run.load(trained_run.path / part) for part in ("scan", "trace")]
     alone, beside = (
@@ -173,10 +175,8 @@ def test_overwrite_begins_anew_and_leaves_other_peoples_files(trained_run: Run, 
     assert [file.read_text() for file in mine] == ["kept"] * 3
 
 
-@pytest.mark.parametrize(
-    "router",
-    ["some", pytest.param("spectra", marks=pytest.mark.slow), pytest.param("dense", marks=pytest.mark.slow)],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("router", ["some", "spectra", "dense"])
 def test_every_kind_of_router_ends_in_a_report(router: str, tmp_path: Path):
     model = {**SHAPE, "router": router}
     settings = {**STEPS, "checkpoint_every": 1, "warmup": 1}
