@@ -7,6 +7,8 @@ import os
 import re
 import resource
 import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
@@ -201,44 +203,43 @@ def test_states_of_several_tensors_and_stacks_survive_a_file(tmp_path, kind):
     traced_alike(*traced)
 
 
+@contextmanager
+def interrupted_at(layer: int, batch: int = 0) -> Iterator[None]:
+    """A run in this context is interrupted while the layer's outputs are written."""
+    own = FileStates.put
+
+    def put(states, number, value):
+        if (states.part, number) == (layer, batch):
+            raise KeyboardInterrupt
+        own(states, number, value)
+
+    with pytest.MonkeyPatch.context() as patched, pytest.raises(KeyboardInterrupt):
+        patched.setattr(FileStates, "put", put)
+        yield
+
+
 @pytest.mark.parametrize("layer", [0, 2])
 def test_an_interrupted_trace_resumes_at_its_layer(
     place, tmp_path, in_memory, too_little, monkeypatch, layer
 ):
     """With all tables equal, those of single tokens included."""
-    own, started = FileStates.put, []
-
-    def interrupted(states, batch, value):
-        if states.part == layer and batch == 1:
-            raise KeyboardInterrupt
-        own(states, batch, value)
-
-    with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
-        patched.setattr(FileStates, "put", interrupted)
+    own, started = StreamedModel.loaded_parts, []
+    with interrupted_at(layer, 1):
         trace(place, tmp_path / "run", execution="streamed", memory=too_little, batch_size=3)
     assert (tmp_path / "run" / "streamed").exists() == (layer > 0)
 
     def loaded_parts(model, first=0):
         started.append(first)
-        return own_parts(model, first)
+        return own(model, first)
 
-    own_parts = StreamedModel.loaded_parts
     monkeypatch.setattr(StreamedModel, "loaded_parts", loaded_parts)
     run = trace(place, tmp_path / "run", execution="streamed", memory=too_little, batch_size=3)
     assert started == [layer]
     equal_tables(run, trace(place, tmp_path / "other", execution="resident", batch_size=3))
 
 
-def test_states_of_other_batches_are_not_resumed(place, tmp_path, in_memory, too_little, monkeypatch):
-    own = FileStates.put
-
-    def interrupted(states, batch, value):
-        if states.part == 1:
-            raise KeyboardInterrupt
-        own(states, batch, value)
-
-    with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
-        patched.setattr(FileStates, "put", interrupted)
+def test_states_of_other_batches_are_not_resumed(place, tmp_path, in_memory, too_little):
+    with interrupted_at(1):
         trace(place, tmp_path / "run", execution="streamed", memory=too_little, batch_size=3)
     equal_tables(trace(place, tmp_path / "run", execution="streamed", memory=too_little), in_memory)
 
@@ -256,15 +257,8 @@ DAMAGED = {
 @pytest.fixture(scope="module")
 def interrupted_run(place, too_little, tmp_path_factory) -> Path:
     """A streamed trace that has run one layer."""
-    folder, own = tmp_path_factory.mktemp("interrupted") / "run", FileStates.put
-
-    def interrupted(states, batch, value):
-        if states.part == 1:
-            raise KeyboardInterrupt
-        own(states, batch, value)
-
-    with pytest.MonkeyPatch.context() as patched, pytest.raises(KeyboardInterrupt):
-        patched.setattr(FileStates, "put", interrupted)
+    folder = tmp_path_factory.mktemp("interrupted") / "run"
+    with interrupted_at(1):
         trace(place, folder, execution="streamed", memory=too_little)
     return folder
 

@@ -439,6 +439,7 @@ MEMORY = """
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_rewriting_three_hundred_megabytes_takes_the_memory_of_a_few_experts(tmp_path):
     name = "model.layers.0.mlp"
