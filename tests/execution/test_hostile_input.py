@@ -18,9 +18,10 @@ from decoder.tiny_lab import tiny
 from moescope.checkpoint import location, open_checkpoint
 from moescope.decoder.model import LabModel
 from moescope.decoder.saving import save_model
-from moescope.decoder.vocabulary import Bytes
+from moescope.decoder.vocabulary import Bytes, load_vocabulary
 from moescope.errors import BadInput
 from moescope.execution.models import load_tokenizer
+from moescope.execution.recorded import Shape, read_trace
 from moescope.execution.texts import check_not_empty, sources
 from routing.tiny_text import save_model as save_text_model
 from routing.tiny_text import texts, write_jsonl
@@ -37,6 +38,14 @@ def test_a_tensor_larger_than_the_bin_file_that_holds_it_is_rejected(tmp_path, w
     assert (tmp_path / "pytorch_model.bin").stat().st_size < 10_000
     with pytest.raises(BadInput, match=r"pytorch_model\.bin: tensor b "):
         open_checkpoint(tmp_path)
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+def test_a_nested_tensor_in_a_recorded_trace_is_rejected(tmp_path):
+    nested = torch.nested.nested_tensor([torch.ones(2, dtype=torch.int64), torch.ones(3, dtype=torch.int64)])
+    torch.save({"logical_count": nested}, tmp_path / "a.pt")
+    with pytest.raises(BadInput, match="logical_count is no tensor of whole numbers"):
+        list(read_trace(tmp_path / "a.pt", "sglang", Shape(4)))
 
 
 def replace_by(file: Path, kind: str) -> None:
@@ -90,6 +99,8 @@ def test_a_tokenizer_is_read_from_regular_files(model, kind):
     replace_by(model / "tokenizer.json", kind)
     with pytest.raises(BadInput, match=r"tokenizer\.json: a pipe or device, or over"):
         load_tokenizer(str(model), {})
+    with pytest.raises(BadInput, match=r"tokenizer\.json: not a tokenizer of the lab"):
+        load_vocabulary(model)
 
 
 @pytest.mark.parametrize("changed", ["tokenizer.json", "chat_template.jinja"])

@@ -57,6 +57,17 @@ OF_TEXT = (
     *("num_attention_heads", "num_key_value_heads", "vocab_size", "num_experts_per_tok", "pad_token_id"),
 )
 TEXT = {name: SIZES[name] for name in OF_TEXT}
+LINEAR_SIZES = {
+    name: SIZES[name]
+    for name in (
+        *("shared_expert_intermediate_size", "linear_num_key_heads", "linear_num_value_heads"),
+        *("linear_key_head_dim", "linear_value_head_dim"),
+    )
+}
+LATENT = {  # attention with as many key heads as heads; fewer are read otherwise once padding is masked
+    **{name: SIZES[name] for name in ("q_lora_rank", "kv_lora_rank", "qk_rope_head_dim", "qk_nope_head_dim")},
+    **{"v_head_dim": 8, "head_dim": 4, "num_key_value_heads": 2},
+}
 VISION = {
     "hidden_size": 16,
     "intermediate_size": 16,
@@ -81,11 +92,7 @@ MORE: dict[str, dict[str, Any]] = {
         **QWEN_VL,
         "text_config": {
             **QWEN_VL["text_config"],
-            "shared_expert_intermediate_size": 12,
-            "linear_num_key_heads": 1,
-            "linear_num_value_heads": 2,
-            "linear_key_head_dim": 8,
-            "linear_value_head_dim": 8,
+            **LINEAR_SIZES,
             "layer_types": LINEAR,
         },
     },
@@ -171,14 +178,8 @@ MORE: dict[str, dict[str, Any]] = {
             "n_routed_experts": 4,
             "n_group": 1,
             "topk_group": 1,
-            "q_lora_rank": 8,
-            "kv_lora_rank": 8,
-            "qk_rope_head_dim": 4,
-            "qk_nope_head_dim": 4,
-            "v_head_dim": 8,
             "first_k_dense_replace": 1,
-            "head_dim": 4,
-            "num_key_value_heads": 2,
+            **LATENT,
         },
         "vision_config": {
             "hidden_size": 16,

@@ -11,6 +11,7 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from moescope.checkpoint.writing import SMALL_FILE_BYTES
 from moescope.errors import BadInput, unknown_name
 
 END, PAD = "<end>", "<pad>"  # after every document; after shorter ones
@@ -173,13 +174,21 @@ def make_vocabulary(kind: str, size: int, texts: Iterable[str]) -> Vocabulary:
 
 def load_vocabulary(folder: Path) -> Bytes | Pairs:
     """Return the vocabulary saved with a lab checkpoint."""
-    return Bytes() if kind_of(folder) == "bytes" else Pairs.of((folder / FILE).read_text(encoding="utf-8"))
+    return Bytes() if kind_of(folder) == "bytes" else Pairs.of(read_tokenizer(folder))
+
+
+def read_tokenizer(folder: Path) -> str:
+    """Return the saved tokenizer; a pipe or a device would never end."""
+    path = folder / FILE
+    if not path.is_file() or path.stat().st_size > SMALL_FILE_BYTES:
+        raise BadInput(f"{path}: not a tokenizer of the lab; pass a lab checkpoint")
+    return path.read_text(encoding="utf-8")
 
 
 def kind_of(folder: Path) -> str:
     """Return the kind of the saved vocabulary."""
     try:
-        model = json.loads((folder / FILE).read_text(encoding="utf-8"))["model"]
+        model = json.loads(read_tokenizer(folder))["model"]
         return "bytes" if not model["merges"] and len(model["vocab"]) == BYTES else "bpe"
     except (OSError, ValueError, KeyError, TypeError, RecursionError):
         raise BadInput(f"{folder / FILE}: not a tokenizer of the lab; pass a lab checkpoint") from None

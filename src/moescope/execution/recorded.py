@@ -346,7 +346,7 @@ def tensor_array(value: Any, file: Path, name: str, axes: tuple[int, ...]) -> ND
 
     whole = isinstance(value, torch.Tensor) and not value.is_floating_point() and not value.is_complex()
     reject_if(
-        not whole or value.layout != torch.strided or value.nbytes > file.stat().st_size,
+        not whole or value.is_nested or value.layout != torch.strided or value.nbytes > file.stat().st_size,
         f"{file}: {name} is no tensor of whole numbers stored in this file",
     )
     reject_if(
