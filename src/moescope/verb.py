@@ -490,7 +490,9 @@ class Verb:
     def settle(self, given: Mapping[str, Any]) -> dict[str, Any]:
         """Return the options given to the verb's function; raise an error for one that cannot be."""
         for option in self.options:
-            option.check(given.get(option.name))
+            value = given.get(option.name)
+            check_utf8(option.name, value)
+            option.check(value)
         return dict(given)
 
     def figure(self, name: str) -> Drawable | None:
@@ -523,6 +525,15 @@ class Verb:
             for item in value if several else [value]:
                 words += [option_word(item)] if option.positional else [option.flag, option_word(item)]
         return shlex.join(words)
+
+
+def check_utf8(name: str, value: Any) -> None:
+    """Reject a text or path, or one in a list, that is not UTF-8: run.json and the report are."""
+    for part in value if isinstance(value, list | tuple) else (value,):
+        try:
+            str(part if isinstance(part, str | Path) else "").encode()
+        except UnicodeEncodeError:
+            raise BadInput(f"{name} {part}: its name is not UTF-8; rename it") from None
 
 
 def option_word(value: Any) -> str:

@@ -120,6 +120,15 @@ def test_a_name_that_is_not_utf_8_is_one_line(tmp_path):
     tiny_checkpoint(folder)
     with pytest.raises(BadInput, match="its name is not UTF-8; rename it"):
         moescope.scan(folder, out=tmp_path / "run", quiet=True)
+    trace = tmp_path / os.fsdecode(b"\xff.csv")
+    trace.write_text("0,1\n")
+    for verb in (
+        lambda: moescope.scan(tiny_checkpoint(tmp_path / "model"), out=tmp_path / "\udcff", quiet=True),
+        lambda: moescope.trace(recorded=trace, format="llamacpp", experts=4, out=tmp_path / "run"),
+        lambda: moescope.trace(tmp_path / "model", text=[tmp_path / "a", trace], out=tmp_path / "run"),
+    ):
+        with pytest.raises(BadInput, match="its name is not UTF-8; rename it"):
+            verb()
     shutil.move(folder / "model.safetensors", tmp_path / os.fsdecode(b"b\xff.safetensors"))
     assert len(open_checkpoint(tmp_path).header_hash()) == 64
 
@@ -140,10 +149,11 @@ def test_no_password_of_any_address_is_stored_or_shown(tmp_path):
     assert "secret" not in (run.path / "run.json").read_text()
     for verb in (
         lambda: moescope.trace(tmp_path / "files" / "moe", text=f"{secret}/a.txt", out=tmp_path / "other"),
-        lambda: moescope.train("nano", base=f"{secret}/moe", out=tmp_path / "other"),
+        lambda: moescope.train({"train": {"steps": 1}}, base=f"{secret}/moe", out=tmp_path / "other"),
     ):
         with pytest.raises(BadInput) as caught:
             verb()
+        assert "127.0.0.1" in str(caught.value)
         assert "secret" not in str(caught.value)
 
 
