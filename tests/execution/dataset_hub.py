@@ -49,7 +49,9 @@ class Handler(BaseHTTPRequestHandler):
     def answer(self) -> None:
         self.server.requests.append(f"{self.command} {self.path} {self.headers.get('Range', '')}".strip())
         path = self.path.partition("?")[0]
-        if asked := re.fullmatch(
+        if path == "/sent":
+            self.send(self.server.sent)
+        elif asked := re.fullmatch(
             r"/api/datasets/([\w.-]+/[\w.-]+)(?:/(revision|tree|paths-info)/(\w+)(?:/(.*))?)?", path
         ):
             self.api(*asked.groups())

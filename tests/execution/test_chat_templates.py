@@ -17,17 +17,28 @@ GOOD = (
 )
 
 
-@pytest.fixture
-def tokenizer(tmp_path):
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory):
     from transformers import AutoTokenizer
 
-    save_tokenizer(tmp_path, chat_template=True)
-    return AutoTokenizer.from_pretrained(tmp_path)
+    folder = tmp_path_factory.mktemp("tokenizer")
+    save_tokenizer(folder, chat_template=True)
+    return AutoTokenizer.from_pretrained(folder)
 
 
-def test_ids_are_those_of_transformers(tokenizer):
+@pytest.fixture(scope="module")
+def template(tokenizer) -> ChatTemplate:
+    """One child process for the whole file: it goes on after every template that fails."""
     tokenizer.chat_template = GOOD
-    template = ChatTemplate("model", tokenizer)
+    return ChatTemplate("model", tokenizer)
+
+
+@pytest.fixture(autouse=True)
+def good(tokenizer, template):
+    tokenizer.chat_template = template.settings["chat_template"] = GOOD
+
+
+def test_ids_are_those_of_transformers(tokenizer, template):
     for chat in (CHAT, CHAT[:1], [{"role": "user", "content": 'ü "\n🙂'}]):
         expected = tokenizer.apply_chat_template(chat, tokenize=True, return_dict=False)
         assert template.tokenize(chat) == expected
@@ -48,8 +59,7 @@ BAD = {
 }
 
 
-def test_a_template_that_fails_or_takes_too_much_memory_is_one_line_and_the_next_one_works(tokenizer):
-    template = ChatTemplate("model", tokenizer)
+def test_a_template_that_fails_or_takes_too_much_memory_is_one_line_and_the_next_one_works(template):
     for source, words in BAD.items():
         template.settings["chat_template"] = source
         with pytest.raises(BadInput, match=words) as caught:
@@ -70,9 +80,7 @@ def test_a_template_that_does_not_end_is_stopped(tokenizer, monkeypatch):
     assert template.child.poll() is not None
 
 
-def test_chats_of_any_shape_give_ids_or_one_line(tokenizer):
-    tokenizer.chat_template = GOOD
-    template = ChatTemplate("model", tokenizer)
+def test_chats_of_any_shape_give_ids_or_one_line(template):
     for chat in ([], ["word"], [{"content": None}], [[{"x": 1}]], [7.5], [{"role": {}}], [None]):
         try:
             assert all(type(token) is int for token in template.tokenize(chat))

@@ -167,8 +167,8 @@ def test_missing_and_misshapen_tensors_are_one_line(name, whole, tmp_path):
 # --- numbers of the config
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("value", [0, -1, 99, 10**12, 1e12, 1.5, "2", "many", {}, True], ids=repr)
+@pytest.mark.parametrize("kind", ["mixtral", "gpt_oss"])
+@pytest.mark.parametrize("value", [0, -1, 99, 1e12, 1.5, "2", {}, True], ids=repr)
 def test_an_impossible_top_k_is_named_with_its_value(kind, value, whole, tmp_path):
     found = damaged(whole, kind, tmp_path, lambda m: edit_json(m / "config.json", num_experts_per_tok=value))
     for line in found.values():
@@ -252,14 +252,13 @@ def test_a_config_that_is_none_is_at_most_one_line(text, whole, tmp_path):
 # --- NaN in the weights
 
 
-@pytest.mark.parametrize("value", [float("nan"), float("inf")], ids=str)
 @pytest.mark.parametrize(
-    "name",
+    ("name", "value"),
     [
-        EXPERT,
-        ROUTER,
-        "model.embed_tokens.weight",
-        "model.layers.0.self_attn.q_proj.weight",
+        (EXPERT, float("inf")),
+        (ROUTER, float("nan")),
+        ("model.embed_tokens.weight", float("inf")),
+        ("model.layers.0.self_attn.q_proj.weight", float("nan")),
     ],
 )
 def test_nan_is_named_by_the_tensor_on_disk(name, value, whole, tmp_path):

@@ -16,6 +16,7 @@ import pytest
 from execution.dataset_hub import COMMIT, serving_datasets
 from moescope.errors import BadInput
 from moescope.execution.texts import choose_column, find_hub_text, sources
+from moescope.run import Run
 from routing.tiny_text import save_model, texts
 
 ROWS = texts(600, seed=5)
@@ -36,10 +37,15 @@ ASKED = {
     "broken": "hf://datasets/own/broken",
 }
 READ_EACH = """
-import itertools, json, sys
+import itertools, json, os, sys, urllib.request
+import moescope
 from moescope.errors import BadInput
 from moescope.execution.texts import sources
-found = {}
+model, out = sys.argv[2:]
+domain, options = ["web=hf://datasets/own/plain"], {"device": "cpu", "quiet": True}
+moescope.trace(model, domain=domain, max_tokens=400, out=out, **options)
+sent = json.load(urllib.request.urlopen(os.environ["HF_ENDPOINT"] + "/sent"))
+found = {"files of the trace": list(sent)}
 for name, address in json.loads(sys.argv[1]).items():
     try:
         source = sources([address], [], None)[0]
@@ -81,22 +87,20 @@ def hub(tmp_path_factory):
         yield server
 
 
-def python(hub, tmp_path: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    """The interpreter with the hub's address set, which the library reads when it is imported."""
-    environment = {
-        **os.environ,
-        "HF_ENDPOINT": hub.url,
-        "HF_HOME": str(tmp_path / "home"),
-        "HF_HUB_DISABLE_TELEMETRY": "1",
-    }
-    return subprocess.run(
-        [sys.executable, *arguments], env=environment, capture_output=True, text=True, timeout=120
-    )
+@pytest.fixture(scope="module")
+def place(tmp_path_factory) -> Path:
+    return tmp_path_factory.mktemp("home")
 
 
 @pytest.fixture(scope="module")
-def found(hub, tmp_path_factory):
-    done = python(hub, tmp_path_factory.mktemp("home"), "-W", "error", "-c", READ_EACH, json.dumps(ASKED))
+def found(hub, place):
+    """What a process finds with the hub's address set, which the library reads when it is imported."""
+    hub_is = {"HF_ENDPOINT": hub.url, "HF_HOME": str(place / "home"), "HF_HUB_DISABLE_TELEMETRY": "1"}
+    words = [READ_EACH, json.dumps(ASKED), str(save_model(place / "model")), str(place / "run")]
+    command = [sys.executable, "-W", "error", "-c", *words]
+    done = subprocess.run(
+        command, env={**os.environ, **hub_is}, capture_output=True, text=True, timeout=300, check=False
+    )
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout)
 
@@ -142,31 +146,15 @@ def test_a_file_that_is_damaged_is_one_line_too(found):
     assert "\n" not in found["broken"]
 
 
-def test_trace_streams_a_dataset_and_leaves_what_it_does_not_need_on_the_hub(hub, tmp_path):
-    model = save_model(tmp_path / "model")
-    hub.sent.clear()
-    command = [
-        "-m",
-        "moescope",
-        "trace",
-        str(model),
-        "--domain",
-        "web=hf://datasets/own/plain",
-        "--max-tokens",
-        "400",
-    ]
-    done = python(hub, tmp_path, *command, "--out", str(tmp_path / "run"), "--device", "cpu", "--json")
-    assert done.returncode == 0, done.stderr
-    from moescope.run import Run
-
-    coverage = Run.load(tmp_path / "run").info["coverage"][0]
+def test_trace_streams_a_dataset_and_leaves_what_it_does_not_need_on_the_hub(found, place):
+    coverage = Run.load(place / "run").info["coverage"][0]
     assert coverage["tokens"] == {"web": 400}
     needed, words = 0, 0
     while words < 400:  # 20 documents of 20 words fill the quota; shorter ones need others beside them
         words += min(len(ROWS[needed].split()), 20)
         needed += 1
     assert coverage["domains"] == {"web": needed}
-    assert set(hub.sent) == {"train-00000-of-00002.jsonl"}
+    assert found["files of the trace"] == ["train-00000-of-00002.jsonl"]
 
 
 def test_without_the_library_the_extra_is_named(monkeypatch):

@@ -73,26 +73,24 @@ def test_yes_on_standard_input_runs_no_code_of_a_config_or_model(verb, model, ma
     assert not (model.parent / "run").exists()
 
 
-@pytest.mark.parametrize("verb", VERBS, ids=["trace", "compress"])
-def test_yes_on_standard_input_runs_no_code_of_a_tokenizer(verb, model, mark):
+def test_yes_on_standard_input_runs_no_code_of_a_tokenizer(model, mark):
     save_model(model, kind="gpt_oss")  # no version of transformers has a tokenizer class of its own for it
     change(
         model / "tokenizer_config.json",
         tokenizer_class="OwnTokenizer",
         auto_map={"AutoTokenizer": [None, "own_code.OwnTokenizer"]},
     )
-    done = run(verb, model)
+    done = run(["trace"], model)
     assert not mark.exists()
     assert isinstance(done.exception, BadInput)
     assert "the tokenizer is defined by Python code" in str(done.exception)
     assert "--trust-remote-code" in str(done.exception)
-    assert run(verb, model, "--trust-remote-code").exit_code == 0
+    assert run(["trace"], model, "--trust-remote-code").exit_code == 0
     assert mark.exists()
 
 
-@pytest.mark.parametrize("verb", VERBS, ids=["trace", "compress"])
-def test_who_trusts_a_checkpoint_runs_its_code_and_the_run_says_so(verb, model, mark):
-    done = run(verb, model, "--trust-remote-code")
+def test_who_trusts_a_checkpoint_runs_its_code_and_the_run_says_so(model, mark):
+    done = run(["trace"], model, "--trust-remote-code")
     assert done.exit_code == 0, done.exception
     assert mark.read_text() == "ran"
     info = Run.load(model.parent / "run").info
