@@ -136,6 +136,17 @@ def test_rounding_to_the_stored_dtype_does_not_fill_up_a_rank(dtype, shape, prec
     assert result.leading_DK.shape == (shape[1], 10)
 
 
+@pytest.mark.parametrize("rank", [1, 10, 64])
+@pytest.mark.parametrize("shape", [(96, 128), (300, 120), (256, 256)], ids=str)
+def test_a_product_computed_in_fp32_has_the_rank_of_its_factors(shape, rank):
+    for seed in range(3):
+        generator = torch.Generator().manual_seed(seed)
+        left = torch.randn(shape[0], rank, generator=generator)
+        product = left @ torch.randn(rank, shape[1], generator=generator)
+        values = np.linalg.svd(product.double().numpy(), compute_uv=False)
+        assert numerical_rank(values, shape, STORED_BITS[torch.float32]) == rank
+
+
 @pytest.mark.parametrize("shape", [(96, 40), (40, 96), (300, 120), (128, 384)], ids=str)
 @pytest.mark.parametrize("dtype", STORED_BITS, ids=str)
 def test_a_random_matrix_keeps_its_full_rank_in_every_stored_dtype(dtype, shape):
