@@ -8,6 +8,7 @@ import torch
 
 from moescope.errors import BadInput
 from moescope.routing.counts import SUMS, LayerCounts
+from moescope.routing.load_balance import cv
 from moescope.routing.monitor import FEWEST_LOAD, AlertState, LoopMonitor, Thresholds
 from moescope.routing.monitor_capture import Window
 from moescope.run import Run
@@ -44,23 +45,61 @@ def test_even_loads_raise_nothing():
     assert kinds(watch(), window(EVEN, entropy=1.0)) == []
 
 
-def test_max_load_is_raised_above_five_times_the_mean_and_not_at_it():
-    assert kinds(watch(max_unused=1.0), window([500, 50, 50, 50, 50, 50, 50, 0])) == []  # exactly 5
-    assert kinds(watch(max_unused=1.0), window([508, 50, 50, 50, 50, 50, 42, 0])) == [
-        ("max_load", None, 5.08)
-    ]
-    assert kinds(watch(max_load=4.0), window([500, 50, 50, 50, 50, 50, 50, 0])) == [("max_load", None, 5.0)]
+@pytest.mark.parametrize(("n", "k"), [(16, 8), (16, 4), (8, 1), (32, 1), (64, 2)])
+def test_a_collapse_is_raised_in_the_second_window_whatever_n_over_k_is(n, k):
+    """k experts get 99.5 % of the choices, the others share the rest, so none is unused."""
+    tokens = 20_000
+    loads = [round(0.995 * tokens)] * k + [round(0.005 * tokens * k / (n - k))] * (n - k)
+    watcher = AlertState(Thresholds(), [7], [n], 0)
+    assert kinds(watcher, window(loads, k), 100) == []
+    spread = float(cv(np.array(loads, float)))
+    assert 0.98 < spread / (n / k - 1) ** 0.5 < 1
+    (alert,) = watcher.new_alerts(window(loads, k), 200)
+    assert (alert["kind"], alert["value"]) == ("collapsed", spread)
+    assert "collapsed onto" in alert["message"]
+    assert alert["threshold"] == pytest.approx(0.95 * (n / k - 1) ** 0.5, rel=1e-2)
+    assert watcher.collapsed == 1
+    assert kinds(watcher, window([tokens * k // n] * n, k), 300) == []
+    assert watcher.collapsed == 0
+    assert kinds(watcher, window(loads, k), 400) == []  # two windows again
+    assert kinds(watcher, window(loads, k), 500) == [("collapsed", None, spread)]
 
 
-def test_unused_is_raised_above_thirty_per_cent():
-    assert kinds(watch(), window([200, 100, 100, 100, 100, 200, 0, 0])) == []  # 25 %
-    assert kinds(watch(), window([200, 200, 100, 100, 200, 0, 0, 0])) == [("unused", None, 0.375)]
+def test_an_uneven_load_in_single_windows_is_no_collapse():
+    watcher, one = watch(max_load=1, max_unused=1), [793, 1, 1, 1, 1, 1, 1, 1]
+    for step in range(100, 2000, 200):
+        assert kinds(watcher, window(one), step) == []
+        assert kinds(watcher, window(EVEN), step + 100) == []
+
+
+@pytest.mark.parametrize(
+    ("kind", "loads", "value", "below"),
+    [
+        ("max_load", [770, 15, 15, 0, 0, 0, 0, 0], 7.7, [700, 70, 10, 10, 10, 0, 0, 0]),
+        ("unused", [2000, 2000, 2000, 1980, 0, 9, 9, 2], 0.5, [2000, 2000, 1000, 1000, 1980, 9, 9, 2]),
+    ],
+)
+def test_uneven_loads_are_raised_when_they_have_lasted_dead_steps(kind, loads, value, below):
+    limits = {"max_cv": 1, "max_load": 1, "max_unused": 1, kind: 0.95, f"max_{kind}": 0.45}
+    watcher = watch(dead_steps=300, **{name: limits[name] for name in ("max_cv", "max_load", "max_unused")})
+    found = {}
+    for step, seen in ((100, loads), (200, loads), (300, loads), (400, below), (500, loads)):
+        found[step] = [alert for alert in kinds(watcher, window(seen), step) if alert[0] != "dead"]
+    assert found == {100: [], 200: [], 300: [(kind, None, pytest.approx(value))], 400: [], 500: []}
 
 
 def test_loads_of_a_few_tokens_are_not_judged():
     few = [FEWEST_LOAD * 8 - 1, 0, 0, 0, 0, 0, 0, 0]
-    assert kinds(watch(), window(few)) == []
-    assert {kind for kind, *_ in kinds(watch(), window([few[0] + 1, *few[1:]]))} == {"max_load", "unused"}
+    for loads, found in ((few, []), ([few[0] + 1, *few[1:]], ["collapsed"])):
+        watcher = watch()
+        kinds(watcher, window(loads), 1)
+        assert [kind for kind, *_ in kinds(watcher, window(loads), 2)] == found
+
+
+def test_every_expert_for_every_token_is_no_collapse():
+    watcher = AlertState(Thresholds(dead_steps=1), [7], [4], 0)
+    for step in (1, 2, 3):
+        assert kinds(watcher, window([500] * 4, k=4), step) == []
 
 
 def test_entropy_is_raised_below_its_limit_where_logits_were_looked_at():
@@ -81,7 +120,8 @@ def test_low_entropy_by_design_raises_no_alert_but_collapse_does():
     sure = AlertState(Thresholds(), [7], [8], 0, certain=[7])
     assert kinds(sure, window(EVEN, entropy=0.01)) == []
     collapsed = window([800, 0, 0, 0, 0, 0, 0, 0], entropy=0.01)
-    assert {kind for kind, *_ in kinds(sure, collapsed, 2)} == {"max_load", "unused"}
+    assert kinds(sure, collapsed, 2) == []
+    assert [kind for kind, *_ in kinds(sure, collapsed, 3)] == ["collapsed"]
     other = AlertState(Thresholds(), [7], [8], 0, certain=[3])
     assert [kind for kind, *_ in kinds(other, window(EVEN, entropy=0.01))] == ["entropy"]
 
@@ -106,14 +146,25 @@ def test_state_survives_json():
     import json
 
     watcher = watch(dead_steps=5)
-    kinds(watcher, window([100, 0, *EVEN[2:]], nan=True), 10)
+    kinds(watcher, window([800, 0, *[1] * 6], nan=True), 10)
     other = watch(dead_steps=5)
     other.restore(json.loads(json.dumps(watcher.state())))
-    assert other.active == watcher.active == {(7, 1, "dead"), (7, None, "nan")}
-    assert kinds(other, window([100, 0, *EVEN[2:]], nan=True), 20) == []
+    assert other.active == watcher.active
+    assert {(7, 1, "dead"), (7, None, "nan")} <= other.active
+    again = kinds(other, window([800, 0, *[1] * 6], nan=True), 20)
+    assert [kind for kind, *_ in again] == ["collapsed"]  # the second window
 
 
-@pytest.mark.parametrize("bad", [{"dead_steps": 0}, {"max_load": -1.0}, {"min_entropy": float("nan")}])
+@pytest.mark.parametrize(
+    "bad",
+    [
+        {"dead_steps": 0},
+        {"max_load": -1.0},
+        {"max_load": 5.0},
+        {"max_cv": 1.1},
+        {"min_entropy": float("nan")},
+    ],
+)
 def test_thresholds_that_cannot_be_are_refused_by_name(bad):
     with pytest.raises(BadInput, match=f"{next(iter(bad))} .*: must be "):
         Thresholds(**bad)
@@ -144,17 +195,19 @@ def test_a_router_that_collapses_in_one_layer_is_raised_there_at_the_next_tables
         block.gate.register_forward_pre_hook(lambda module, given: (given[0].abs(),))
         block.gate.weight.copy_(torch.tensor([9.0, 3.0, -3.0, -9.0])[:, None].expand_as(block.gate.weight))
 
-    alerts = train(tmp_path / "run", collapse, dead_steps=4, max_load=1.9).table("alerts")
+    alerts = train(tmp_path / "run", collapse, dead_steps=4).table("alerts")
     layer_1 = alerts[alerts["layer"] == 1]
-    first = layer_1[layer_1["step"] == 4].set_index("kind")
-    assert set(first.index) == {"max_load", "unused", "entropy"}
-    assert first.loc["max_load", "value"] == 2.0  # n/k: all tokens take the same two of four
-    assert first.loc["unused", "value"] == 0.5
+    assert set(layer_1[layer_1["step"] == 4]["kind"]) == {"entropy"}
+    later = layer_1[(layer_1["step"] == 6) & layer_1["expert"].isna()].set_index("kind")
+    assert set(later.index) == {"collapsed", "max_load", "unused"}
+    assert later.loc["collapsed", "value"] == 1.0  # sqrt(n/k - 1): all tokens take the same two of four
+    assert later.loc["max_load", "value"] == 2.0
+    assert later.loc["unused", "value"] == 0.5
     dead = layer_1[layer_1["kind"] == "dead"]
     assert dead[["step", "expert"]].to_numpy().tolist() == [[6, 2], [6, 3]]
     assert set(alerts["layer"]) == {1}
     assert set(alerts["layer_name"]) == {"model.layers.1.mlp"}
-    assert "step 4, layer 1: 50% of its experts have no token (limit 30%)" in caplog.text
+    assert "step 6, layer 1: collapsed onto 2 of 4 experts" in caplog.text
 
 
 def test_nan_weights_are_raised_in_the_layer_and_those_behind_it(tmp_path):

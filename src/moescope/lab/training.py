@@ -209,6 +209,8 @@ class Training:
             while self.step < train.steps:
                 self.one_step(watch, monitor)
                 monitor.end_step(self.step)
+                if self.step % monitor.every == 0:
+                    monitor.close_window()  # before the log: its alerts are among the numbers
                 last = self.step == train.steps
                 evaluating = last or self.step % train.evaluate_every == 0
                 saving = last or self.step % train.checkpoint_every == 0
@@ -218,7 +220,6 @@ class Training:
                         self.evaluate(monitor)
                     label = self.log(monitor, evaluating)
                 if self.step % monitor.every == 0:
-                    monitor.close_window()
                     monitor.write()
                 advance(label, 1)
                 if saving:
@@ -257,9 +258,10 @@ class Training:
             **(self.validation_columns() if evaluated else {}),
             **({"peak_memory_bytes": process_peak()} if self.rate is None else {}),
         }
-        began, tokens = monitor.since, monitor.tokens
+        monitor.pull()
+        began, tokens = monitor.since, monitor.since_log.layers[0].tokens
         metrics = monitor.numbers(**row)
-        speed = (monitor.tokens - tokens) / max(time.perf_counter() - began, 1e-9)
+        speed = tokens / max(time.perf_counter() - began, 1e-9)
         busiest = metrics.get("moescope/max_over_mean_p50")  # busiest expert over the mean, median of layers
         load = "" if busiest is None else f", load {busiest:.1f}x"
         return f"loss {lm_loss:.3f}{load}, {speed:,.0f} tokens/s"

@@ -66,11 +66,14 @@ ALWAYS = (
     "alerts",
 )  # written even without rows
 FEWEST_LOAD = 10  # expected tokens per expert below which loads raise no alert: some are unused by chance
+NEARLY_UNUSED = 0.01  # load over the mean below which an expert counts as unused in alerts
+COLLAPSED = "collapsed"
+COLLAPSED_WINDOWS = 2  # in a row: while a training warms up, single windows can be as uneven
 DOMAIN = "train"
 PERCENTILES = {
     "cv": (50, 90),
     "max_over_mean": (50, 90),
-    "unused": (50, 90),
+    "unused": (90,),
     "load_entropy_share": (10, 50),
     "routing_entropy": (10, 50),
     "lm_gradient_norm": (10,),
@@ -83,23 +86,32 @@ PREFIX = "moescope/"
 
 @dataclass(frozen=True)
 class Thresholds:
-    """Values beyond which an alert is raised."""
+    """Values beyond which an alert is raised.
 
-    dead_steps: int = 500  # steps without a token for an expert
-    max_load: float = 5.0  # load of the busiest expert over the mean
-    max_unused: float = 0.3  # share of experts without a token
+    Loads are judged against their maximum, which n experts and k per token set: the busiest expert has at
+    most n/k times the mean load, when every token chooses it, and the CV of the loads is at most
+    sqrt(n/k - 1), when all tokens choose the same k experts.
+    """
+
+    dead_steps: int = 500  # steps without a token for an expert; also how long the next two must last
+    max_load: float = 0.95  # load of the busiest expert, from 0 (the mean) to 1 (n/k times the mean)
+    max_unused: float = 0.3  # share of experts with less than a hundredth of the mean load
     min_entropy: float = 0.1  # routing entropy in nats
+    max_cv: float = 0.95  # CV of the loads over that of collapse, in two windows in a row
 
     def __post_init__(self) -> None:
         for name, value in vars(self).items():
             if not value >= 0:
                 raise BadInput(f"{name} {value}: must be a number from 0")
+        for name in ("max_load", "max_unused", "max_cv"):
+            if (value := getattr(self, name)) > 1:
+                raise BadInput(f"{name} {value}: must be a share, at most 1 (of the maximum)")
         if self.dead_steps < 1:
             raise BadInput(f"dead_steps {self.dead_steps}: must be at least 1")
 
 
 class AlertState:
-    """When each expert was last used, and the active alerts."""
+    """When each expert was last used, since when a layer's load is uneven, and the active alerts."""
 
     def __init__(
         self,
@@ -113,14 +125,21 @@ class AlertState:
         self.certain = set(certain)  # layers whose routers have low entropy by design
         self.last_used_LE: Integers = np.full((len(layers), max(n_experts)), step)
         self.active: set[Key] = set()
+        self.judged_at = step
+        # layer and kind -> windows in a row beyond the threshold, and the step before the first of them
+        self.streaks: dict[tuple[int, str], tuple[int, int]] = {}
 
     def state(self) -> dict[str, Any]:
         active = sorted(self.active, key=lambda key: (key[0], -1 if key[1] is None else key[1], key[2]))
-        return {"last_used": self.last_used_LE.tolist(), "standing": active}
+        streaks = [[*key, *streak] for key, streak in sorted(self.streaks.items())]
+        return {"last_used": self.last_used_LE.tolist(), "standing": active, "streaks": streaks}
 
     def restore(self, state: dict[str, Any]) -> None:
         self.last_used_LE = np.array(state["last_used"])
         self.active = {(layer, expert, kind) for layer, expert, kind in state["standing"]}
+        self.streaks = {
+            (layer, kind): (count, since) for layer, kind, count, since in state.get("streaks", [])
+        }
 
     def new_alerts(self, window: Window, step: int) -> list[Row]:
         """Alerts that start in this window; an active one is repeated only after a window without it."""
@@ -132,8 +151,13 @@ class AlertState:
                 message = f"step {step}, layer {counts.layer}: {sentence}"
                 current[counts.layer, expert, kind] = {**place, **levels, "message": message}
         new = [row for key, row in current.items() if key not in self.active]
-        self.active = set(current)
+        self.active, self.judged_at = set(current), step
         return new
+
+    @property
+    def collapsed(self) -> int:
+        """Layers whose load is collapsed now."""
+        return sum(kind == COLLAPSED for _, _, kind in self.active)
 
     def layer_alerts(self, counts: LayerCounts, step: int) -> Iterator[Alert]:
         limits, n, load_E = self.thresholds, counts.n_experts, counts.load_E
@@ -145,13 +169,8 @@ class AlertState:
         for expert in np.flatnonzero(idle_E >= limits.dead_steps).tolist():
             sentence = f"no token has chosen expert {expert} for {idle_E[expert]:.0f} steps"
             yield expert, "dead", float(idle_E[expert]), float(limits.dead_steps), sentence
-        if counts.tokens * counts.k / n >= FEWEST_LOAD and load_E.sum():
-            if (busiest := float(max_over_mean(load_E))) > (limit := limits.max_load):
-                sentence = f"the busiest expert has {busiest:.3g} times the mean load (limit {limit})"
-                yield None, "max_load", busiest, limit, sentence
-            if (share := float(unused(load_E))) > (limit := limits.max_unused):
-                sentence = f"{share:.0%} of its experts have no token (limit {limit:.0%})"
-                yield None, "unused", share, limit, sentence
+        if load_E.sum() / n >= FEWEST_LOAD:
+            yield from self.load_alerts(counts, step)
         entropy = mean_entropy(counts)
         # a single expert has entropy 0
         if entropy < (limit := limits.min_entropy) and n > 1 and counts.layer not in self.certain:
@@ -159,6 +178,31 @@ class AlertState:
             yield None, "entropy", entropy, limit, sentence
         if np.isnan(counts.gate_weight_MBE).any() or (counts.sums("decided").any() and np.isnan(entropy)):
             yield None, "nan", None, None, "gates or logits are not numbers"
+
+    def load_alerts(self, counts: LayerCounts, step: int) -> Iterator[Alert]:
+        """Alerts about a load that has been uneven for long enough."""
+        limits, load_E, n = self.thresholds, counts.load_E, counts.n_experts
+        most = n / counts.mean_k  # times the mean load, for an expert that every token chooses
+        if most <= 1:
+            return
+        spread, largest = float(cv(load_E)), (most - 1) ** 0.5
+        busiest, share = float(max_over_mean(load_E)), float((load_E < NEARLY_UNUSED * load_E.mean()).mean())
+        onto = f"collapsed onto {counts.mean_k:.3g} of {n} experts, its load CV is {spread:.3g} of at most"
+        most_load = f"the busiest expert has {busiest:.3g} of at most {most:.3g} times the mean load"
+        few = f"{share:.0%} of its experts have under {NEARLY_UNUSED:.0%} of the mean load"
+        for kind, value, limit, sentence in (
+            (COLLAPSED, spread, limits.max_cv * largest, f"{onto} {largest:.3g}"),
+            ("max_load", busiest, 1 + limits.max_load * (most - 1), most_load),
+            ("unused", share, limits.max_unused, few),
+        ):
+            windows, since = self.streaks.pop((counts.layer, kind), (0, self.judged_at))
+            if value <= limit:
+                continue
+            self.streaks[counts.layer, kind] = windows + 1, since
+            if kind == COLLAPSED and windows + 1 >= COLLAPSED_WINDOWS:
+                yield None, kind, value, limit, sentence
+            elif kind != COLLAPSED and step - since >= limits.dead_steps:
+                yield None, kind, value, limit, f"{sentence} for {step - since} steps"
 
 
 # --- the run folder
@@ -325,8 +369,8 @@ def window_tables(window: Window, routers: dict[int, Tensor | None], step: int) 
     return {name: [frame] for name, frame in frames.items()}
 
 
-def log_scalars(window: Window, alerts: int, gradients: list[Row]) -> dict[str, float]:
-    """At most twelve numbers: percentiles over layers, alerts so far, a low percentile of LM gradient norms.
+def log_scalars(window: Window, alerts: int, collapsed: int, gradients: list[Row]) -> dict[str, float]:
+    """At most twelve numbers: percentiles over layers, alerts so far, layers collapsed now.
 
     Numbers that were not measured since the last log are missing.
     """
@@ -344,7 +388,7 @@ def log_scalars(window: Window, alerts: int, gradients: list[Row]) -> dict[str, 
         if (known := [value for value in values[name] if value is not None])
         for rank in ranks
     }
-    return {**scalars, f"{PREFIX}alerts": float(alerts)}
+    return {**scalars, f"{PREFIX}alerts": float(alerts), f"{PREFIX}{COLLAPSED}": float(collapsed)}
 
 
 def mean_entropy(counts: LayerCounts) -> float:
@@ -528,8 +572,8 @@ class LoopMonitor:
         self.end_step(self.now + 1)
         if self.now % self.every:
             return {}
+        self.close_window()  # first: its alerts are among the numbers
         numbers = self.numbers(**facts)
-        self.close_window()
         self.write()
         return numbers
 
@@ -584,7 +628,7 @@ class LoopMonitor:
         if torch.cuda.is_available() and next(self.model.parameters()).is_cuda:
             row["peak_memory_bytes"] = torch.cuda.max_memory_allocated()
         self.keep("steps", [row | {name: value for name, value in facts.items() if value is not None}])
-        numbers = log_scalars(window, self.alerts, self.recent_gradients)
+        numbers = log_scalars(window, self.alerts, self.alert_state.collapsed, self.recent_gradients)
         self.since_log, self.logged, self.since = Window(), self.now, time.perf_counter()
         self.recent_gradients = []
         return numbers
@@ -627,6 +671,7 @@ class LoopMonitor:
 
     def flush(self) -> None:
         """Write the tables up to this step now, for example when a checkpoint is saved."""
+        self.close_window()
         if self.logged < self.now:
             self.numbers()
         self.settle(closing=True)

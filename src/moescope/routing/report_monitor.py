@@ -133,8 +133,10 @@ def alert_findings(run: Run) -> list[str]:
     alerts = rows_of(run, "alerts")
     if not len(alerts):
         return []
-    first = alerts.sort_values("step").iloc[0]
-    text = f"{counted(len(alerts), 'alert')}; the first: {first['message']}."
+    collapsed = alerts[alerts["kind"] == "collapsed"].sort_values("step")
+    first = (collapsed if len(collapsed) else alerts.sort_values("step")).iloc[0]
+    word = "the first collapse" if len(collapsed) else "the first"
+    text = f"{counted(len(alerts), 'alert')}; {word}: {first['message']}."
     return [Finding(text, section="load", layer=int(first["layer"]))]
 
 
@@ -167,7 +169,10 @@ def summary(run: Run) -> Summary:
 def key_numbers(run: Run) -> list[KeyNumber]:
     """Load balance, unused experts and routing entropy at the last step, and the number of alerts."""
     numbers = numbers_of(NUMBERS, last_tables(run), MONITOR_TABLES)
-    return [*numbers, KeyNumber("Alerts", float(len(rows_of(run, "alerts"))))]
+    alerts = rows_of(run, "alerts")
+    collapsed = alerts[alerts["kind"] == "collapsed"]["layer"].nunique() if len(alerts) else 0
+    word = f"{counted(collapsed, 'layer')} collapsed" if collapsed else ""
+    return [*numbers, KeyNumber("Alerts", float(len(alerts)), word=word)]
 
 
 MONITOR = Verb(

@@ -240,8 +240,9 @@ COLUMNS: dict[str, Column] = {
         "‖∂ (coefficient × aux_loss)/∂ W_router‖", label="gradient norm, auxiliary loss", scale="log"),
     "alerts.expert": Column("int", "The expert; null where the alert is about the layer."),
     "kind": Column("text",
-        "dead: an expert that no token chose for that many steps. max_load: largest load over the mean. "
-        "unused: share of experts without a token. entropy: the router is nearly certain of every token, so "
+        "collapsed: nearly all tokens choose the same k experts: CV of the loads, near sqrt(n/k - 1), in two windows "
+        "in a row. dead: an expert that no token chose for that many steps. max_load, for as many steps: largest "
+        "load over the mean, near n/k. unused, likewise: share of experts under a hundredth of the mean load. entropy: the router is nearly certain of every token, so "
         "its gates learn little; not raised for routers with low entropy by design. nan: gates or logits are "
         "not numbers."),
     "alerts.value": Column("float", "The measured value; null for nan."),

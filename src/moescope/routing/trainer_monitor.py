@@ -42,9 +42,10 @@ class Monitor(LoopMonitor, TrainerCallback):
         Model and step -> tables, such as moescope.scan_model.
     coactivation : bool
         Also count pairs of experts.
-    dead_steps, max_load, max_unused, min_entropy : number
-        Alert thresholds: steps without a token, load of the busiest expert over the mean, share of unused
-        experts, routing entropy in nats.
+    dead_steps, max_load, max_unused, min_entropy, max_cv : number
+        Alert thresholds. Steps without a token for an expert; for as many steps, load of the busiest expert
+        (0: even, 1: every token chooses it) and share of experts under a hundredth of the mean load; routing
+        entropy in nats; CV of the loads over that of collapse, sqrt(n/k - 1), in two windows in a row.
     overwrite : bool
         Replace what the run folder holds.
 
@@ -69,8 +70,9 @@ class Monitor(LoopMonitor, TrainerCallback):
         max_unused: float = Thresholds.max_unused,
         min_entropy: float = Thresholds.min_entropy,
         overwrite: bool = False,
+        max_cv: float = Thresholds.max_cv,
     ):
-        thresholds = Thresholds(dead_steps, max_load, max_unused, min_entropy)
+        thresholds = Thresholds(dead_steps, max_load, max_unused, min_entropy, max_cv)
         steps = (every, decisions_every, gradients_every, scan_every)
         super().__init__(out, *steps, scan, coactivation, thresholds, overwrite)
 
@@ -90,10 +92,10 @@ class Monitor(LoopMonitor, TrainerCallback):
 
     def on_step_end(self, args: Any, state: Any, control: Any, **more: Any) -> None:
         self.end_step(state.global_step)
+        if self.now % self.every == 0:
+            self.close_window()  # first: its alerts are among the numbers
         if control.should_log:
             self.log_numbers = self.numbers()
-        if self.now % self.every == 0:
-            self.close_window()
 
     def on_epoch_end(self, args: Any, state: Any, control: Any, **more: Any) -> None:
         if control.should_log and self.logged < self.now:
