@@ -305,10 +305,10 @@ def numerical_rank(values: Any, shape: Sequence[int], bits: int) -> Any:
     n) eps s_1, is the tolerance where it is larger, as for weights stored in fp64. A weaker direction may be
     real: what is stored cannot tell.
 
-    Weights stored in fp32 were also computed in it, which adds errors of their own: the first singular value
-    beyond the rank of a product of two fp32 factors is up to 3.3 times the bound (Gaussian factors, inner sizes
-    1 to 384, sides 64 to 1024; 1.3 times at rank 10). The bound is four times larger there. In fewer bits, sums
-    are formed in fp32 and rounded once, and the bound holds for products too, except of rank 1 (1.3 times).
+    Weights stored in fp32 were also computed in it, which adds errors: the first singular value beyond the
+    rank of a product of two fp32 factors is up to 3.3 times the bound (Gaussian factors, inner sizes 1 to
+    384, sides 64 to 1024; 1.3 times at rank 10). The bound is four times larger there. In fewer bits, sums
+    are formed in fp32 and rounded once: the bound holds for products too, except of rank 1 (1.3 times).
 
     The bound takes rows and columns of about equal norm. Rounding errors of a few large ones exceed it: 512 x
     512 matrices of rank 10 in bf16 got rank 11 to 13 in 179 of 200 cases with log-normal norms of rows or of
