@@ -33,7 +33,7 @@ TUNE = Path(__file__).parents[1] / "examples" / "tune.toml"
 # The runs that pictures are taken of, by folder; later ones need the demo's.
 RUNS = {
     "runs/demo": "moescope demo",
-    "runs/planted": "moescope scan planted --router raw,centered --out runs/planted",
+    "runs/planted": "moescope scan planted --out runs/planted",
     "runs/tuned": f"moescope train tune.toml --from {MODEL} --out runs/tuned",
     "runs/moved": f"moescope compare {MODEL} runs/tuned/checkpoints/step-60 --out runs/moved",
     "runs/half": f"moescope compress {MODEL} --keep 0.5 "

@@ -36,6 +36,7 @@ from moescope.storage import leftover_name
 from moescope.tables import SCHEMA_VERSION
 from moescope.weights import layer as layer_module
 from moescope.weights import verb as scan_module
+from moescope.weights.report import views
 from moescope.weights.tables import TABLES
 
 
@@ -362,16 +363,23 @@ def test_one_layer_alone_has_no_relative_ambiguity_and_the_run_says_so(tmp_path,
     assert any("ambiguity_score is undefined" in warning for warning in run.info["warnings"])
 
 
-def test_centering_is_rejected_where_nobody_knows_that_the_router_is_a_softmax(tmp_path, model):
+def test_by_default_a_softmax_router_is_centered_first(tmp_path, model):
+    run = scan(model, out=tmp_path / "run", layers="0")
+    assert run.info["arguments"]["router"] == ["centered", "raw"]
+    assert set(run.table("alignment_tests")["router"]) == {"centered", "raw"}
+    assert [view.keys["router"] for view in views(run)] == ["centered", "raw"]
+
+
+def test_only_raw_rows_are_scanned_where_nobody_knows_that_the_router_is_a_softmax(tmp_path, model):
     edit_json(model / "config.json", model_type="newcomer")
-    with pytest.raises(
-        BadInput, match="centering assumes a softmax router, this one's scoring is unknown; use --router raw"
-    ):
+    with pytest.raises(BadInput, match="this one's scoring is unknown; use --router raw"):
         scan(model, out=tmp_path / "run", router="centered")
-    assert (
-        scan(model, out=tmp_path / "run").info["coverage"][0]["family"]
-        == "mixtral layout, model_type newcomer"
-    )
+    for router, warnings in (("auto", 0), ("raw,centered", 1)):
+        run = scan(model, out=tmp_path / router, router=router, layers="0,1")
+        assert run.info["coverage"][0]["family"] == "mixtral layout, model_type newcomer"
+        assert run.info["arguments"]["router"] == ["raw"]
+        assert set(run.table("alignment")["router"]) == {"raw"}
+        assert sum("scoring is unknown" in line for line in run.info["warnings"]) == warnings
 
 
 # --- run folders

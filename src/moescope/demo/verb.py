@@ -43,7 +43,7 @@ def demo(
     model = folder / "checkpoints" / Path(run.info["checkpoints"][-1]["path"]).name
     # On the CPU: the model is small, and every demo should show the same numbers.
     shared: dict[str, Any] = {"seed": seed, "device": "cpu", "quiet": quiet}
-    scan(model, out=folder / "scan", router="raw,centered", **shared)
+    scan(model, out=folder / "scan", **shared)
     texts = held_out_texts(folder / "validation", run)
     trace(model, domain=texts, out=folder / "trace", max_tokens=TRACED_TOKENS, save_tokens=True, **shared)
     return run

@@ -47,7 +47,8 @@ class PairingTest:
     best_k: int | None  # None where every k is degenerate
     best_accuracy: float
     chance_accuracy: float  # chance level of the best accuracy over k: its mean over pairings
-    verdict: str
+    verdict: str  # of this layer and view alone
+    p_order: float  # of the other order; 1 without one
     other_order: OtherOrder | None
     null_means_KP: Array  # the mean diagonal under every pairing, for the density figure
 
@@ -120,7 +121,9 @@ def pairing_test(matrix: AlignmentMatrix, seed: int = 0) -> PairingTest:
         best_accuracy_P = paired_means(hits_KEE[~matrix.degenerate_K], pairings_EP).max(axis=0)
         p_accuracy = tail(best_accuracy_P, accuracy_K[best])
         chance_accuracy = float(best_accuracy_P.mean())
-    layer_verdict, order = verdict(matrix, accuracy_K, best, p_value, p_accuracy)
+    order = other_order(matrix)
+    p_order = order.p if order else 1.0
+    identifies = p_accuracy <= ALPHA and identifies_experts(M_KEE, accuracy_K, best)
     return PairingTest(
         perm_z_K=perm_z_K,
         p_adjusted_K=p_adjusted_K,
@@ -132,7 +135,8 @@ def pairing_test(matrix: AlignmentMatrix, seed: int = 0) -> PairingTest:
         best_k=None if best is None else matrix.ks[best],
         best_accuracy=float("nan") if best is None else float(accuracy_K[best]),
         chance_accuracy=chance_accuracy,
-        verdict=layer_verdict,
+        verdict=verdict(p_value, p_order, identifies),
+        p_order=p_order,
         other_order=order,
         null_means_KP=null_KP,
     )
@@ -143,23 +147,26 @@ def best_index(accuracy_K: Array, degenerate_K: np.ndarray[tuple[int], np.dtype[
     return None if degenerate_K.all() else int(np.argmax(np.where(degenerate_K, -1.0, accuracy_K)))
 
 
-def verdict(
-    matrix: AlignmentMatrix, accuracy_K: Array, best: int | None, p_value: float, p_accuracy: float
-) -> tuple[str, OtherOrder | None]:
-    """Classify a layer's pairing; the other order is returned with `permuted`.
+def identifies_experts(M_KEE: Array, accuracy_K: Array, best: int | None) -> bool:
+    """Whether at least 0.9 of the experts are identified at the best k, with positive mean margin."""
+    if best is None or accuracy_K[best] < IDENTIFYING_ACCURACY:
+        return False
+    return bool(margins(M_KEE[best : best + 1]).mean() > 0)
+
+
+def verdict(p_value: float, p_order: float, identifies: bool) -> str:
+    """Classify a pairing by its p, or by its q where several layers and views are judged.
 
     non_random: the mean alignment of stored pairs exceeds that of random pairings, p_value <= 0.05;
     identifying: also, at the best k at least 0.9 of the experts are identified from the weights alone, with
     positive mean margin and p_accuracy <= 0.05; permuted: routers and experts fit one to one in another order
-    than stored; chance: none of these. The mean finds weak alignment twice as often as accuracy does. Two or
-    three experts, often paired correctly by chance, are never called anything but chance.
+    than stored, p_order <= 0.01; chance: none of these. The mean finds weak alignment twice as often as
+    accuracy does. Two or three experts, often paired correctly by chance, are never called anything but
+    chance.
     """
-    if best is None or p_value > ALPHA:
-        order = other_order(matrix)
-        return PERMUTED if order else CHANCE, order
-    margin = float(margins(matrix.align_KEE[best : best + 1]).mean())
-    identifies = accuracy_K[best] >= IDENTIFYING_ACCURACY and margin > 0 and p_accuracy <= ALPHA
-    return IDENTIFYING if identifies else NON_RANDOM, None
+    if p_value <= ALPHA:
+        return IDENTIFYING if identifies else NON_RANDOM
+    return PERMUTED if p_order <= ORDER_ALPHA else CHANCE
 
 
 def other_order(matrix: AlignmentMatrix) -> OtherOrder | None:
@@ -189,7 +196,9 @@ def other_order(matrix: AlignmentMatrix) -> OtherOrder | None:
 
 
 def false_call_rate(n: int, n_ks: int) -> float:
-    """Largest share of random layers that get another verdict than chance, with n_ks ks not degenerate.
+    """Largest probability that a random layer gets another verdict than chance, with n_ks ks not degenerate.
+
+    Of one layer and view; where all are corrected together, that any of them does.
 
     ALPHA, and ORDER_ALPHA more where a perfect other order can be called permuted; 0 with two or three
     experts, where no p is as small as ALPHA.

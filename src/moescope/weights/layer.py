@@ -33,7 +33,9 @@ from moescope.spectral.pairing import (
     false_call_rate,
     null_moments,
     pairing_test,
+    verdict,
 )
+from moescope.spectral.pairing import CHANCE as AT_CHANCE
 from moescope.spectral.parallel import decompose_each, layer_stream, matrix_readers
 from moescope.spectral.subspaces import (
     make_subspace_grid,
@@ -48,8 +50,8 @@ from moescope.weights.ambiguity import CHANCE, ambiguity_ranking, chance_at_k_st
 from moescope.weights.tables import VIEW
 from moescope.weights.views import (
     MATRICES,
-    ROUTERS,
     centered_share,
+    choose_routers,
     expert_matrix,
     norm_scale,
     normalised_rows,
@@ -71,7 +73,7 @@ NULL_BINS = 60
 SPECTRUM_POINTS = 60  # of the table spectrum
 TEST_COLUMNS = (
     *("best_k", "best_accuracy", "chance_accuracy", "p_value", "p_lower", "p_accuracy"),
-    *("n_pairings", "exact", "verdict"),
+    *("n_pairings", "exact", "verdict", "p_order"),
 )
 Timer = Callable[[str], AbstractContextManager[None]]
 
@@ -171,16 +173,15 @@ def opened_once(location: str, header_hash: str) -> MoeCheckpoint:
 
 
 def scan_model(
-    model: nn.Module, step: int, matrix: str | Iterable[str] = "gate", router: str | Iterable[str] = "raw"
+    model: nn.Module, step: int, matrix: str | Iterable[str] = "gate", router: str | Iterable[str] = "auto"
 ) -> dict[str, pd.DataFrame]:
     """Alignment, tests, orthogonality and ambiguity of a running model's layers, as tables of that step."""
-    settings = ScanSettings(names("matrix", matrix, MATRICES), names("router", router, ROUTERS))
+    layers = read_moe(in_memory(model, "the model in training")).layers.values()
+    routers, _ = choose_routers(router, layers)
+    settings = ScanSettings(names("matrix", matrix, MATRICES), routers)
     device = next(model.parameters()).device
     place = str(device) if device.type == "cuda" else "cpu"
-    results = [
-        analyse_layer(weights, settings, place, keep_going=True).frames
-        for weights in read_moe(in_memory(model, "the model in training")).layers.values()
-    ]
+    results = [analyse_layer(weights, settings, place, keep_going=True).frames for weights in layers]
     tables = ("alignment", "alignment_layers", "alignment_tests", "orthogonality", "ambiguity")
     parts = {name: [result[name] for result in results if name in result] for name in tables}
     joined = {name: pd.concat(of, ignore_index=True).assign(step=step) for name, of in parts.items() if of}
@@ -188,18 +189,18 @@ def scan_model(
 
 
 def compare_layers(frames: dict[str, pd.DataFrame]) -> dict[str, pd.DataFrame]:
-    """Add what needs all layers of a view: corrected p values, the k of comparison, the ambiguity ranking."""
+    """Add what needs all layers: p values and verdicts corrected for layers and views, the k of comparison,
+    the ambiguity ranking."""
     if "spectra" in frames:
         cells = frames["spectra"].groupby(["step", "matrix"])["nearest_p"].transform("count")
         frames["spectra"]["nearest_beyond"] = frames["spectra"]["nearest_p"] * cells <= ALPHA
     if "alignment_tests" in frames:
         view = ["step", *VIEW]
         tests, layers = frames["alignment_tests"], frames["alignment_layers"]
-        for q, p in (("q_value", "p_value"), ("q_lower", "p_lower")):
-            tests[q] = tests.groupby(view)[p].transform(lambda p: false_discovery_rates(p.to_numpy()))
+        correct_tests(tests)
+        looks = layers.groupby("step").size()  # corrected for experts in the layer's task, here for ks too
+        tests["hub_p"] = (tests["hub_p"] * tests["step"].map(looks)).clip(upper=1.0)
         per_view = layers.groupby(view)
-        looks = per_view.size().rename("looks")  # corrected for experts in the layer's task, here for ks too
-        tests["hub_p"] = (tests["hub_p"] * tests.join(looks, on=view)["looks"]).clip(upper=1.0)
         at = per_view[["k", "degenerate"]].apply(reference_k).rename("at")
         for frame in (frames["alignment"], layers):
             frame["reference"] = frame["k"] == frame[view].join(at, on=view)["at"]
@@ -212,6 +213,16 @@ def compare_layers(frames: dict[str, pd.DataFrame]) -> dict[str, pd.DataFrame]:
         ranking = pd.concat(rankings, ignore_index=True).merge(chance, on=keys, how="left")
         frames["ambiguity"] = ranking.merge(beats, on=keys, how="left")
     return frames
+
+
+def correct_tests(tests: pd.DataFrame) -> None:
+    """Correct p values for the layers and views of a step (Benjamini-Hochberg), and judge by them."""
+    for q, p in (("q_value", "p_value"), ("q_lower", "p_lower"), ("q_order", "p_order")):
+        tests[q] = tests.groupby("step")[p].transform(lambda p: false_discovery_rates(p.to_numpy()))
+    tests["suggested"] = tests["verdict"] != AT_CHANCE
+    tests["verdict"] = [
+        verdict(row.q_value, row.q_order, row.verdict == IDENTIFYING) for row in tests.itertuples()
+    ]
 
 
 def reference_k(rows: pd.DataFrame) -> int:

@@ -60,7 +60,7 @@ OF_PAIRING = [
 ]
 OF_COSINES = [Number("orthogonality", "mean_abs", where="k == 1", pick="median", name="Mean |cos| of experts, median layer")]
 OF_RANKS = [Number("spectra_layers", "effective_rank_median", pick="median", name="Effective rank, median layer")]
-COMMON_VECTOR = Said("alignment_tests", "common_share", where=COMMON, pick="largest", text="Router rows share a vector in {rows}: {span} of a row's squared norm (random rows: {common_share_chance}). Softmax ignores it; --router raw,centered removes it.", figure="identification_by_k")
+COMMON_VECTOR = Said("alignment_tests", "common_share", where=COMMON, pick="largest", text="Router rows share a vector in {rows}: {span} of a row's squared norm (random rows: {common_share_chance}). Softmax ignores it; --router auto removes it.", figure="identification_by_k")
 OF_ROWS = [
     Said("alignment_tests", "last_accuracy", where=SMALL_K, pick="smallest", text="Experts are identified at small k only in {rows}; {place}: up to k = {last_good_k}, at k = {last_k} accuracy is {value}.", figure="identification_by_k"),
     Said("alignment_tests", "q_lower", where="q_lower <= 0.05", pick="smallest", text="Router rows avoid their own experts in {rows}; {place}: most at k = {lowest_k}, lower-tail p = {p_lower} (corrected for layers: {value}).", figure="alignment_by_k"),
@@ -304,7 +304,7 @@ def numbers_of(view: View) -> list[KeyNumber]:
                 None if np.isnan(level) else level,
                 unit,
                 alignment_word(view),
-                "by chance at most",
+                "chance of any, at most",
                 len(view.layers),
             )
         ]
@@ -324,13 +324,13 @@ def above_chance(view: View) -> int:
 
 
 def false_calls(view: View) -> float:
-    """Most layers that get another verdict than chance where every layer is random; NaN in older runs."""
-    return float(view.tables["alignment_tests"]["false_calls"].sum(min_count=1))
+    """Largest chance that any layer gets another verdict than chance where every layer is random."""
+    return float(view.tables["alignment_tests"]["false_calls"].max())
 
 
 def alignment_word(view: View) -> str:
-    """At chance where no more layers beat it than random layers would; aligned where most identify experts."""
-    if above_chance(view) <= np.nan_to_num(false_calls(view)):
+    """At chance where no layer beats it; aligned where most identify experts."""
+    if not above_chance(view):
         return "at chance"
     identifying = view.verdicts().get("identifying", [])
     return "aligned" if 2 * len(identifying) > len(view.layers) else "beyond chance"
@@ -374,18 +374,17 @@ def layer_table(view: View) -> Payload:
 
 
 def headline(all_views: list[View], of_first: list[str]) -> list[str]:
-    """The first view's findings, and where other views of the run differ.
+    """The first view's findings, and where other views of the run differ from it significantly.
 
-    Where raw and centered rows differ, that and the next view's verdicts stand right after the first finding.
+    Where centering the rows matters, that and the next view's verdicts stand right after the first finding.
     """
     first, *rest = all_views
     sentences = list(of_first)
-    if rest and first.has_rows:
+    judged = rest if first.has_rows else []
+    if judged:
         text = f"{capital(first.label)}: {lower(sentences[0])}"
         sentences[0] = Finding(text, figure="identification_by_k")
-    judged = rest if first.has_rows else []
-    same = [view for view in judged if view.verdicts() == first.verdicts()]
-    others = [view for view in judged if view.verdicts() != first.verdicts()]
+    others = [view for view in judged if differing_layers(first, view)]
     alternatives = [
         Finding(
             f"{capital(view.label)}: {lower(verdict_sentence(view))}",
@@ -403,9 +402,9 @@ def headline(all_views: list[View], of_first: list[str]) -> list[str]:
         if found and view.keys["matrix"] != first.keys["matrix"]:
             text = f"{capital(view.keys['matrix'])} matrices: {lower(found)}"
             sentences.append(Finding(text, **found.place, scan=view.label))
-    if same:
+    if same := [view for view in judged if view not in others]:
         who = f"{len(same)} other views" if len(same) > 1 else same[0].label
-        text = f"{capital(who)}: same verdicts as {first.label}."
+        text = f"{capital(who)}: no verdict differs significantly from {first.label}."
         sentences.append(Finding(text, figure="identification_by_layer"))
     if len(others) > NAMED_AT_MOST:
         text = f"{len(others) - NAMED_AT_MOST} more views have other verdicts; see Side by side."
@@ -413,20 +412,28 @@ def headline(all_views: list[View], of_first: list[str]) -> list[str]:
     return sentences
 
 
+def differing_layers(one: View, other: View) -> list[int]:
+    """Layers with a claim in one view where the other, even before the correction, suggests none.
+
+    Two claims that differ count too, if one is that of another order.
+    """
+    tests = [view.tables["alignment_tests"].set_index("layer").sort_index() for view in (one, other)]
+    a, b = (frame["verdict"].astype(str) for frame in tests)
+    suggested_a, suggested_b = (frame["suggested"].fillna(True).astype(bool) for frame in tests)
+    alone = ((a != "chance") & ~suggested_b) | ((b != "chance") & ~suggested_a)
+    orders = (a != "chance") & (b != "chance") & ((a == "permuted") != (b == "permuted"))
+    return [int(layer) for layer in a.index[alone | orders]]
+
+
 def centering_finding(all_views: list[View]) -> Finding | None:
-    """Layers whose verdict differs between raw and centered rows; a scan centers softmax routers only."""
+    """Layers where raw and centered rows differ significantly; a scan centers softmax routers only."""
     named, label = [], ""
     groups: dict[tuple[Any, ...], dict[str, View]] = {}
     for view in all_views:
         if view.has_rows:
             groups.setdefault((view.keys["step"], view.keys["matrix"]), {})[view.keys["router"]] = view
-    pairs = {key: pair for key, pair in groups.items() if {"raw", "centered"} <= set(pair)}
-    for (_, matrix), pair in pairs.items():
-        raw, centered = (
-            pair[name].tables["alignment_tests"].set_index("layer")["verdict"].sort_index()
-            for name in ("raw", "centered")
-        )
-        if differing := raw.index[raw != centered].tolist():
+    for (_, matrix), pair in groups.items():
+        if len(pair) > 1 and (differing := differing_layers(pair["raw"], pair["centered"])):
             step = pair["centered"].label.rpartition(" · ")[0]
             where = ", ".join([*([step] if step else []), f"{matrix} matrices"])
             named.append(named_layers(differing) + (f" ({where})" if len(groups) > 1 else ""))
@@ -476,7 +483,7 @@ def verdict_sentence(view: View) -> str:
     if set(shown) == {"untested"}:
         return f"{which}. 3 experts have only 6 pairings, so no p can be below 1/6."
     random = "Router rows look random: " if alignment_word(view) == "at chance" else ""
-    chance = "" if np.isnan(level) else f" (by chance at most {number(level)})"
+    chance = "" if np.isnan(level) else f" (any by chance: p at most {number(level)})"
     return f"{random}{above_chance(view)} of {n} layers above chance{chance}. {which}. {strength(view)}"
 
 
@@ -611,10 +618,10 @@ def pairing_parts(view: View, layer: int, tables: Tables) -> Parts:
         f"Layer {layer}: {VERDICTS[verdict]}. Best argmax accuracy: {accuracy}{chance}; "
         f"p = {number(test['p_accuracy'])}.",
         f"Mean alignment over all k: p = {number(test['p_value'])} against "
-        f"{null_words(tables['alignment_tests'])} (q = {number(test['q_value'])} over the layers scanned); "
+        f"{null_words(tables['alignment_tests'])} (q = {number(test['q_value'])} over layers and views); "
         f"lower tail p = {number(test['p_lower'])}.",
     ]
-    if order := view.other_order(layer):
+    if test["verdict"] == "permuted" and (order := view.other_order(layer)):
         pairs = zip(order["routers"], order["experts"], strict=True)
         mapped = ", ".join(f"{router} → {'?' if expert is None else expert}" for router, expert in pairs)
         line = f"fits in another order at k = {order['k']}, p ≤ {number(order['p'])}"

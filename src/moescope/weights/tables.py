@@ -133,8 +133,8 @@ COLUMNS: dict[str, Column] = {
         at_chance="uniform or larger", at_best=BEST_P, label="verdict p",
         misleads="It says that the pairing is real, not that it is strong: see delta or margin for size."),
     "q_value": Column("float",
-        "False-discovery rate at which this layer is called, over all layers of the same step, matrix and "
-        "router.", "Benjamini–Hochberg over p_value", at_worst="1",
+        "False-discovery rate at which this layer is called, over all layers and views of the same step.",
+        "Benjamini–Hochberg over p_value", at_worst="1",
         at_chance="near 1; the smallest over many layers is uniform", at_best="near 0", label="q"),
     "p_lower": Column("float",
         "Share of random pairings that match as badly: small where router rows avoid their own experts.",
@@ -148,21 +148,30 @@ COLUMNS: dict[str, Column] = {
         "Number of pairings in the null: all n! up to 8 experts, else 20,000 sampled ones.", label="pairings"),
     "exact": Column("bool", "Whether the null holds all pairings."),
     "verdict": Column("text",
-        "non_random: the mean alignment of stored pairs beats random pairings, p_value ≤ 0.05. identifying: "
+        "non_random: the mean alignment of stored pairs beats random pairings, q_value ≤ 0.05. identifying: "
         "also, at best_k at least 90 % of experts are identified from the weights alone, with positive margin, "
         "and p_accuracy ≤ 0.05. permuted: neither, but at least 90 % of router rows and experts are each "
-        "other's best match in another order than the stored one, p ≤ 0.01. chance: none of these.",
+        "other's best match in another order than the stored one, q_order ≤ 0.01. chance: none of these.",
         names={"identifying": "identifying", "non_random": "better than chance, not one-to-one", "permuted": "in another order",
         "chance": "at chance", "untested": "too few experts"},
-        misleads="Of random layers up to 5 % are called non_random (or identifying) and, where it can be "
-        "reached, up to 1 % more permuted. Fewer than four experts have too few pairings for any call. permuted "
+        misleads="Of random checkpoints up to 5 % have a layer called non_random (or identifying) in any view and, "
+        "where it can be reached, up to 1 % more one called permuted. Fewer than four experts have too few pairings for any call. permuted "
         "cannot be reached with four experts or fewer, with five only at one value of k, with six up to four, "
         "with seven up to 17: chance then fits some order too often."),
     "accuracy_std": Column("float", "Standard deviation of the argmax accuracy of random router rows.", "√(1 − 1/n)/n",
         label="spread of random accuracy"),
     "z_std": Column("float", "Standard deviation of a layer's mean z over random pairings.", "delta_std/shuffle_std",
         label="spread of mean z"),
-    "false_calls": Column("float", "Largest share of random layers that get another verdict than chance.",
+    "suggested": Column("bool",
+        "Whether the layer and view alone, before the correction, would get another verdict than chance.",
+        label="suggested"),
+    "p_order": Column("float", "Upper bound on the chance that router rows fit experts in another order.",
+        "of mutual best matches, Bonferroni over ks; 1 without another order", at_worst="1",
+        label="p of another order"),
+    "q_order": Column("float", "False-discovery rate of p_order, over all layers and views of the same step.",
+        "Benjamini–Hochberg over p_order", at_worst="1", label="q of another order"),
+    "false_calls": Column("float",
+        "Largest chance that any of the layers and views gets another verdict than chance where all are random.",
         "0.05, and 0.01 more where another order can be called; 0 under four experts", label="false calls"),
     "hub_expert": Column("int", "The expert that is the best match of most router rows at best_k.",
         label="most matched expert"),
@@ -170,10 +179,10 @@ COLUMNS: dict[str, Column] = {
         at_chance="about 1; hub_p says when it is more", label="its router rows"),
     "hub_p": Column("float",
         "Chance that some expert is the best match of as many rows, where rows choose at random.",
-        "P(Binomial(n, 1/n) ≥ rows), Bonferroni-corrected over experts, ks and layers",
+        "P(Binomial(n, 1/n) ≥ rows), Bonferroni-corrected over experts, ks, layers and views",
         at_worst="near 0: one expert attracts the rows", label="p of most matched"),
     "q_lower": Column("float",
-        "False-discovery rate at which this layer is called anti-aligned, over the layers of its view.",
+        "False-discovery rate at which this layer is called anti-aligned, over all layers and views of its step.",
         "Benjamini–Hochberg over p_lower", label="lower q", better="higher"),
     "lowest_k": Column("int", "k at which the stored pairing is worst, by permutation z.", label="worst k"),
     "last_good_k": Column("int", "Largest k at which at least 90 % of experts are identified; null without one.",
@@ -384,7 +393,7 @@ TABLES: dict[str, Table] = define_tables(
         "Whether a layer's pairing of router rows and experts beats chance, corrected for multiple k.",
         ("step", "layer", *VIEW),
         ("best_k", "best_accuracy", "chance_accuracy", "p_value", "q_value", "p_lower", "p_accuracy", "n_pairings",
-         "exact", "verdict", "false_calls", "hub_expert", "hub_rows", "hub_p", "q_lower", "lowest_k", "last_good_k",
+         "exact", "verdict", "suggested", "p_order", "q_order", "false_calls", "hub_expert", "hub_rows", "hub_p", "q_lower", "lowest_k", "last_good_k",
          "last_k", "last_accuracy", "common_share", "common_share_chance")),
     Table("pairs",
         "The matrix M(k): every router row against every expert (beyond 32 experts at k = 1, 16, 128, best_k, "

@@ -22,9 +22,11 @@ from moescope.weights.layer import LayerTask, ScanSettings, analyse_elsewhere, a
 from moescope.weights.report import experts, guide, measures, overlay, sections, select, strips, summary
 from moescope.weights.tables import TABLES
 from moescope.weights.views import (
+    AUTO,
     MATRICES,
     ROUTERS,
     check_matrix,
+    choose_routers,
     normalised_rows,
     router_rows,
     unusable_rows,
@@ -58,7 +60,7 @@ def scan(
     out: str | Path | None = None,
     layers: int | str | Iterable[int] | None = None,
     matrix: str | Iterable[str] = "gate",
-    router: str | Iterable[str] = "raw",
+    router: str | Iterable[str] = "auto",
     k: int | str | Iterable[int] = (),
     fold_norm: bool = False,
     device: str = "auto",
@@ -83,7 +85,8 @@ def scan(
     matrix : NAMES
         Expert matrices: gate, up, gate_up, down.
     router : NAMES
-        Router rows: raw (as stored), centered (minus their mean).
+        Router rows: auto (centered and raw for a softmax router, else raw), raw (as stored), centered (minus
+        their mean).
     k : NUMBERS
         Values of k in addition to the grid 1, 2, 4, ...: 3,100.
     fold_norm : bool
@@ -98,20 +101,17 @@ def scan(
 
     Examples
     --------
-    >>> run = moescope.scan("mistralai/Mixtral-8x7B-v0.1", router="raw,centered")  # doctest: +SKIP
+    >>> run = moescope.scan("mistralai/Mixtral-8x7B-v0.1")  # doctest: +SKIP
     >>> run.table("alignment_tests")[["layer", "verdict", "p_value"]]  # doctest: +SKIP
     """
     given = VERB.settle(locals())
-    settings = ScanSettings(
-        matrix=arguments.names("matrix", matrix, MATRICES),
-        router=arguments.names("router", router, ROUTERS),
-        k=arguments.numbers("k", k),
-        fold_norm=fold_norm,
-        precision=precision,
-        seed=seed,
-    )
+    matrices, ks = arguments.names("matrix", matrix, MATRICES), arguments.numbers("k", k)
+    arguments.names("router", router, (*ROUTERS, AUTO))  # a mistyped name should not wait for the checkpoint
     check_engine(engine, address, device)
     steps = open_steps(models, revision, layers)
+    scanned = [step.moe.layers[layer] for step in steps for layer in step.layers]
+    routers, warnings_of_routers = choose_routers(router, scanned)
+    settings = ScanSettings(matrices, routers, fold_norm, ks, precision, seed)
     warnings_of_device = arguments.device_warnings(device)
     if engine == "local":  # on Ray the cluster's devices count
         device = arguments.choose_device(device)  # a mistyped path should not wait for torch
@@ -141,7 +141,11 @@ def scan(
             compare_layers(frames)
         setups = sorted(writer.setups(), key=lambda setup: (setup["step"], setup["layer"]))
         warnings = setting_warnings(setups, frames["ambiguity"], settings) if "ambiguity" in frames else []
-        warnings += [*warnings_of_device, *(line for setup in setups for line in setup.pop("warnings"))]
+        warnings += [
+            *warnings_of_routers,
+            *warnings_of_device,
+            *(line for setup in setups for line in setup.pop("warnings")),
+        ]
         fallbacks = sum(of["fallbacks"] for setup in setups for of in setup["matrices"].values())
         writer.save_info(setup=setups, warnings=warnings, fallbacks=fallbacks)
         return writer.finish(frames)

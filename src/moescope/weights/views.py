@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from typing import TYPE_CHECKING
 
+from moescope.arguments import names
 from moescope.errors import BadInput, UnusableExpert, unknown_name
 
 if TYPE_CHECKING:
@@ -14,6 +15,7 @@ if TYPE_CHECKING:
 
 MATRICES = ("gate", "up", "gate_up", "down")
 ROUTERS = ("raw", "centered")
+AUTO = "auto"
 REMEDY = "fix the checkpoint, or pass --keep-going to skip this expert"
 
 
@@ -33,6 +35,36 @@ def router_rows(weights: LayerWeights, fold_norm: bool) -> Tensor | None:
         return None
     rows = weights.router_ED.read().double()
     return rows if scale_D is None else rows * scale_D
+
+
+def choose_routers(
+    router: str | Iterable[str], layers: Iterable[LayerWeights]
+) -> tuple[tuple[str, ...], list[str]]:
+    """Return the router variants to analyse, the headline first, and a warning where one is dropped.
+
+    auto: centered, then raw, where a softmax ignores what all rows share; raw alone for other routers.
+    """
+    chosen = names("router", router, (*ROUTERS, AUTO))
+    wanted = ("centered", "raw") if AUTO in chosen else chosen
+    reasons = (not_centered(weights) for weights in layers) if {*wanted} == {*ROUTERS} else ()
+    if reason := next(filter(None, reasons), None):
+        return ("raw",), [] if AUTO in chosen else [f"router rows are not centered: {reason}"]
+    return wanted, []
+
+
+def not_centered(weights: LayerWeights) -> str | None:
+    """Why centering the layer's router rows says nothing; None where it does."""
+    for wrong, reason in (
+        (weights.router_ED is None, "its router has no row for each expert, so none can be centered"),
+        (
+            weights.scoring != "softmax",
+            f"centering assumes a softmax router, this one's scoring is {weights.scoring}",
+        ),
+        (weights.n_experts < 3, f"centered rows of {weights.n_experts} experts are opposite vectors"),
+    ):
+        if wrong:
+            return f"{weights.layer_name}: {reason}"
+    return None
 
 
 def stand_in_rows(weights: LayerWeights) -> Tensor:
@@ -74,14 +106,13 @@ def normalised_rows(weights: LayerWeights, rows_ED: Tensor, router: str) -> Tens
     if router == "centered":
         raw_ED, rows_ED = rows_ED, rows_ED - rows_ED.mean(0)
         no_rest = rows_ED.norm(dim=1) <= 1e-12 * raw_ED.norm(dim=1)
-        scoring = f"centering assumes a softmax router, this one's scoring is {weights.scoring}"
-        for wrong, what in (
-            (weights.scoring != "softmax", scoring),
-            (len(rows_ED) < 3, f"centered rows of {len(rows_ED)} experts are opposite vectors"),
-            (bool(no_rest.any()), "a centered router row is zero (it equals the mean row)"),
-        ):
-            if wrong:
-                raise BadInput(f"{weights.layer_name}: {what}; use --router raw")
+        reason = not_centered(weights)
+        if not reason and len(rows_ED) < 3:
+            reason = f"{weights.layer_name}: centered rows of {len(rows_ED)} experts are opposite vectors"
+        if not reason and bool(no_rest.any()):
+            reason = f"{weights.layer_name}: a centered router row is zero (it equals the mean row)"
+        if reason:
+            raise BadInput(f"{reason}; use --router raw")
     return rows_ED / rows_ED.norm(dim=1, keepdim=True)
 
 
