@@ -12,6 +12,7 @@ from moescope.spectral.pairing import CHANCE, pairing_test
 from moescope.types import LayerWeights
 from moescope.weights import layer as layer_module
 from moescope.weights.layer import ScanSettings, correct_tests, decompose_layer
+from moescope.weights.report import differing_layers
 from moescope.weights.views import router_rows
 from spectral.builders import layer_weights, random_weights
 
@@ -54,7 +55,7 @@ def in_headline(tests: pd.DataFrame) -> pd.DataFrame:
 
 def test_random_models_claim_a_layer_in_one_of_twenty():
     """By p, without the correction for layers and views, most models would claim one."""
-    headline = anywhere = suggested = 0
+    headline = anywhere = suggested = differing = 0
     for seed in range(200):
         layers = [random_weights(LAYERS * seed + layer, EXPERTS, HIDDEN, WIDTH) for layer in range(LAYERS)]
         tests = claimed(layers)
@@ -62,8 +63,11 @@ def test_random_models_claim_a_layer_in_one_of_twenty():
         headline += bool(in_headline(tests)["claimed"].any())
         anywhere += bool(tests["claimed"].any())
         suggested += bool(tests["suggested"].any())
+        views = [tests.query("matrix == 'gate' and router == @router") for router in SETTINGS.router]
+        differing += bool(differing_layers(*views))
     assert headline <= AT_MOST
     assert anywhere <= AT_MOST
+    assert differing <= AT_MOST
     assert suggested > 3 * AT_MOST
 
 

@@ -59,7 +59,7 @@ def watched(folder: Path, kind: str = "mixtral", micro: int = 1, **settings) -> 
     return run
 
 
-@pytest.mark.parametrize("kind", ["mixtral", "qwen3_moe", "deepseek_v3", "llama4_text"])
+@pytest.mark.parametrize("kind", ["mixtral", "deepseek_v3", "llama4_text"])
 def test_tokens_and_gate_weight_are_what_experts_were_handed_one_document_at_a_time(tmp_path, kind):
     run = watched(tmp_path / "run", kind)
     if (
@@ -121,9 +121,8 @@ def test_entropy_is_the_mean_over_real_tokens_of_the_model_s_own_probabilities(t
     np.testing.assert_allclose(rows["value"], sums / count, rtol=1e-4)
 
 
-@pytest.mark.parametrize("micro", [2, 4])
-def test_micro_batches_give_the_totals_of_one_batch(tmp_path, micro):
-    whole, parts = watched(tmp_path / "whole"), watched(tmp_path / "parts", micro=micro)
+def test_micro_batches_give_the_totals_of_one_batch(tmp_path):
+    whole, parts = watched(tmp_path / "whole"), watched(tmp_path / "parts", micro=4)
     pd.testing.assert_frame_equal(whole.table("load"), parts.table("load"), rtol=1e-5)
     left, right = (run.table("routing_layers").drop(columns=["low", "high"]) for run in (whole, parts))
     pd.testing.assert_frame_equal(left, right, rtol=1e-4)
@@ -244,6 +243,7 @@ def test_the_steps_table_has_losses_tokens_and_what_the_loop_told(tmp_path):
 # --- folders, crashes, going on
 
 
+@pytest.mark.slow
 def test_a_killed_training_keeps_every_table_flushed_before(tmp_path):
     script = Path(__file__).parent / "tiny_training.py"
     tests = str(script.parents[1])
@@ -275,12 +275,13 @@ def test_a_killed_training_keeps_every_table_flushed_before(tmp_path):
     np.testing.assert_array_equal(load(run), handed_out(model_of().eval(), documents()[:16])[0])
 
 
-@pytest.mark.parametrize("finished", [True, False])
-@pytest.mark.parametrize("saved", [3, 4, 6])
+@pytest.mark.parametrize(("finished", "saved"), [(True, 3), (False, 4), (False, 6)])
 def test_a_resumed_run_has_the_tables_of_one_that_never_stopped(tmp_path, finished, saved):
     def begin(folder: str, step: int = 0) -> tuple[nn.Module, LoopMonitor]:
         model = model_of()
-        thresholds = Thresholds(dead_steps=1, max_load=1.2, min_entropy=2.0)  # so that alerts stand
+        thresholds = Thresholds(
+            dead_steps=1, max_load=0.1, max_cv=0.1, min_entropy=2.0
+        )  # so that alerts stand
         settings = {"every": 4, "decisions_every": 2, "gradients_every": 4, "thresholds": thresholds}
         return model, LoopMonitor(tmp_path / folder, **settings).watch(model, step)
 
@@ -437,6 +438,7 @@ def test_routers_are_hooked_only_in_steps_whose_logits_are_looked_at(tmp_path):
     assert (run.table("routing_layers")["metric"] == "routing_entropy").sum() == len(routers)
 
 
+@pytest.mark.slow
 def test_a_forgotten_monitor_can_be_collected_while_a_thread_is_being_started(tmp_path):
     """The finaliser runs wherever the collector does, also under the lock that joining a thread needs."""
     script = f"""

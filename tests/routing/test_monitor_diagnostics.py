@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from moescope.routing.monitor_capture import DiagnosticSums, DiagnosticTally
+from moescope.routing.monitor_capture import Cell, DiagnosticTally, Window
 from moescope.types import Diagnostic
 
 CPU = torch.device("cpu")
@@ -21,12 +21,15 @@ def number(value: float) -> torch.Tensor:
     return torch.tensor(value)
 
 
-def moved(tally: DiagnosticTally) -> DiagnosticSums:
+def moved(tally: DiagnosticTally) -> dict[Cell, np.ndarray]:
     return tally.take(tally.flat(CPU).numpy())
 
 
-def told(sums: DiagnosticSums, layer_row: int = 0) -> dict[str, list[float]]:
-    return {row["metric"]: [row["value"], row["chance"], row["collapse"]] for row in sums.rows(layer_row)}
+def told(sums: dict[Cell, np.ndarray], layer_row: int = 0) -> dict[str, list[float]]:
+    return {
+        row["metric"]: [row["value"], row["chance"], row["collapse"]]
+        for row in Window(diagnostics=sums).diagnostic_rows(layer_row)
+    }
 
 
 def test_a_row_holds_means_over_passes_of_the_value_and_of_references_that_change():
@@ -40,7 +43,9 @@ def test_a_row_holds_the_spread_by_chance_where_the_router_knows_it():
     tally = DiagnosticTally()
     for value in (1.0, 2.0):
         tally.add([(0, {"a": Diagnostic(number(value), 0.0, 1.0, 0.5), "b": Diagnostic(number(value), 0.0)})])
-    spreads = {row["metric"]: row["chance_spread"] for row in moved(tally).rows(0)}
+    spreads = {
+        row["metric"]: row["chance_spread"] for row in Window(diagnostics=moved(tally)).diagnostic_rows(0)
+    }
     assert spreads["a"] == 0.5
     assert math.isnan(spreads["b"])
 
@@ -61,13 +66,13 @@ def test_layers_and_names_are_kept_apart_and_a_reference_nobody_gives_is_absent(
 
 
 def test_what_was_moved_is_gone_and_windows_add_up_to_the_mean_over_all_passes():
-    tally, whole = DiagnosticTally(), DiagnosticSums()
+    tally, whole = DiagnosticTally(), Window()
     for values in ((1.0, 2.0, 3.0), (10.0,)):
         for value in values:
             tally.add([(0, {"a": Diagnostic(number(value), 2.0)})])
-        whole += moved(tally)
-    assert told(whole)["a"][:2] == [4.0, 2.0]
-    assert moved(tally).sums == {}
+        whole.add(Window(diagnostics=moved(tally)))
+    assert told(whole.diagnostics)["a"][:2] == [4.0, 2.0]
+    assert moved(tally) == {}
 
 
 def test_notes_that_not_every_pass_has_are_means_over_those_that_do():

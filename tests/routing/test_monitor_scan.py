@@ -16,18 +16,13 @@ SCANNED = ("alignment", "alignment_layers", "alignment_tests", "orthogonality", 
 
 
 def test_the_public_monitor_takes_thresholds_by_name():
-    monitor = moescope.Monitor(dead_steps=7, max_load=3.0, max_unused=0.2, min_entropy=0.05)
-    assert vars(monitor.thresholds) == {
-        "dead_steps": 7,
-        "max_load": 3.0,
-        "max_unused": 0.2,
-        "min_entropy": 0.05,
-    }
+    limits = {"dead_steps": 7, "max_load": 0.5, "max_unused": 0.2, "min_entropy": 0.05, "max_cv": 0.9}
+    assert vars(moescope.Monitor(**limits).thresholds) == limits
     with pytest.raises(BadInput, match="max_load -1"):
         moescope.Monitor(max_load=-1)
 
 
-@pytest.mark.parametrize("kind", ["mixtral", "qwen3_moe"])
+@pytest.mark.parametrize("kind", ["mixtral", pytest.param("qwen3_moe", marks=pytest.mark.slow)])
 def test_tables_of_a_scan_in_training_are_those_of_the_checkpoint_saved_then(tmp_path, kind):
     model = model_of(kind)
     settings = {

@@ -11,7 +11,7 @@ from decoder.tiny_lab import text, tiny, train_step
 from moescope.decoder.model import LabModel
 from moescope.errors import BadInput
 from moescope.reporting.verb import report
-from moescope.routing.monitor import LoopMonitor
+from moescope.routing.monitor import LoopMonitor, Thresholds
 from moescope.routing.report_monitor import MONITOR
 from moescope.run import Run
 from moescope.verb import Selection
@@ -19,9 +19,10 @@ from report_payloads import glossary_terms, page_text
 from routing.tiny_training import batch, documents, model_of
 
 
-def train(folder, steps: int) -> LoopMonitor:
-    model = model_of()
-    monitor = LoopMonitor(folder, every=2, decisions_every=1, gradients_every=2).watch(model)
+def train(folder, steps: int, **thresholds: float) -> LoopMonitor:
+    model, limits = model_of(), Thresholds(**thresholds)
+    monitor = LoopMonitor(folder, every=2, decisions_every=1, gradients_every=2, thresholds=limits)
+    monitor.watch(model)
     for number in range(steps):
         model(**batch(documents()[4 * number : 4 * number + 4])).loss.backward()
         monitor.step()
@@ -40,6 +41,15 @@ def test_a_monitored_training_is_drawn_over_its_steps_finished_or_not(tmp_path):
         assert "Load balance at the end of training: worst in layer" in page
         assert "3 MoE layers of 4 experts, monitored in training, up to step 6" in page
         assert ("This training is interrupted" in page) == told
+
+
+def test_a_collapse_is_named_in_the_findings_and_on_the_card(tmp_path):
+    run = train(tmp_path / "run", 4, max_cv=0.0, dead_steps=1000).close()
+    summary = MONITOR.summary(run)
+    (finding,) = [text for text in summary.findings if "collapsed" in text]
+    assert "3 alerts; the first collapse: step 4, layer 0: collapsed onto 2 of 4 experts" in finding
+    card = summary.key_numbers[-1]
+    assert (card.name, card.value, card.word) == ("Alerts", 3, "3 layers collapsed")
 
 
 def lab_run(router: str, folder: Path, **options: object) -> Run:
@@ -61,7 +71,6 @@ def lab_run(router: str, folder: Path, **options: object) -> Run:
     [
         ("spectra", ["column error", "overlap of directions"]),
         ("some", ["key cosine", "key strength", "weakened keys"]),
-        ("loss_free", ["spread of the bias"]),
         (
             "expert_choice",
             ["tokens without an expert", "experts per token", "spread of experts per token"],

@@ -7,7 +7,7 @@ import pandas as pd
 import pytest
 
 from moescope.spectral.alignment import AlignmentMatrix, argmax_accuracy, diagonal, margins
-from moescope.weights.ambiguity import ambiguity_ranking, chance_at_k_star, choose_k_star, level, min_max
+from moescope.weights.ambiguity import ambiguity_ranking, chance_at_k_star, choose_k_star, level
 
 GOLDEN = Path(__file__).parent.parent / "golden"
 MIXTRAL_D_MODEL = 4096
@@ -171,6 +171,7 @@ def test_chance_at_k_star_is_the_mean_over_all_pairings_each_ranked_by_itself():
     assert list(chance_at_k_star(layer).values()) == pytest.approx(means.tolist())
 
 
+@pytest.mark.slow
 def test_sampled_pairings_of_many_experts_agree_with_other_random_ones():
     """500 fresh pairings; a mean may differ by five standard errors."""
     layer = random_layer(16, [1, 8, 64, 128])
@@ -208,12 +209,6 @@ def test_equal_margins_or_equal_z_leave_the_score_undefined(equal):
     assert ranking["ambiguity_score"].isna().all()
     assert ranking[f"{equal}_term"].isna().all()
     assert ranking["z_term" if equal == "margin" else "margin_term"].notna().all()
-
-
-def test_min_max_is_undefined_where_nothing_differs():
-    assert min_max(pd.Series([2.0, 3.0, 6.0])).tolist() == [0, 0.25, 1]
-    assert min_max(pd.Series([2.0, 2.0])).isna().all()
-    assert min_max(pd.Series([2.0])).isna().all()
 
 
 @pytest.mark.parametrize(

@@ -108,7 +108,9 @@ def dequantised(kind, folder, stored):
     return folder
 
 
-@pytest.mark.parametrize("kind", BUILD)
+@pytest.mark.parametrize(
+    "kind", ["mxfp4", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("fp8", "int4"))]
+)
 def test_a_scan_finds_what_it_finds_in_the_dequantised_weights(tmp_path, monkeypatch, kind):
     stored = BUILD[kind](tmp_path / "packed")
     plain = dequantised(kind, tmp_path / "plain", stored)
@@ -152,7 +154,7 @@ def to_integers(scheme):
         ("INT8", to_integers(scheme_of(8, None))),
     ],
 )
-@pytest.mark.parametrize("shape", [(128, 512), (1024, 256)], ids=str)
+@pytest.mark.parametrize("shape", [(128, 512)], ids=str)
 def test_quantising_does_not_fill_up_a_rank_nor_lower_a_full_one(dtype, rounded, shape):
     low = rounded(stored_low_rank(0, shape, 10, torch.float32)).double()
     full = rounded(torch.randn(shape, generator=torch.Generator().manual_seed(1))).double()
@@ -181,8 +183,8 @@ def low_rank_plain(dtype):
 
 @pytest.mark.parametrize(
     "build",
-    [low_rank_fp8, *map(low_rank_plain, (torch.bfloat16, torch.float16, torch.float32))],
-    ids=["fp8", "bf16", "fp16", "fp32"],
+    [low_rank_fp8, *map(low_rank_plain, (torch.bfloat16, torch.float32))],
+    ids=["fp8", "bf16", "fp32"],
 )
 def test_a_scan_finds_the_rank_that_was_stored(tmp_path, build):
     """In every matrix and way of computing; the k grid ends there. R of pairs is over the same directions."""

@@ -129,7 +129,7 @@ def test_the_chance_of_a_chosen_k_is_the_tables(quantity, planted_run):
 
 def test_steps_are_drawn_with_their_reference(tmp_path):
     models = [write_checkpoint(tmp_path / f"step{s}", tiny_tensors(seed=s), tiny_config()) for s in (1, 2)]
-    run = scan(*models, out=tmp_path / "run", quiet=True)
+    run = scan(*models, out=tmp_path / "run", router="raw", quiet=True)
     (section,) = run.verb.overlay([run])
     names = [spec.name for spec, _ in section.sections[0].figures]
     assert names == ["identification_by_step", "orthogonality_by_step"]
@@ -282,12 +282,12 @@ def test_the_spread_over_pairings_is_that_of_all_of_them(planted_run):
 
 
 def test_corrected_tests_of_layers_are_those_of_scipy(planted_run):
-    for _, tests in planted_run.table("alignment_tests").groupby("router"):
-        np.testing.assert_allclose(tests["q_lower"], stats.false_discovery_control(tests["p_lower"]))
-        np.testing.assert_allclose(tests["q_value"], stats.false_discovery_control(tests["p_value"]))
-        looks = 5 * 9 * N  # layers, ks, experts
-        expected = np.minimum(stats.binom(N, 1 / N).sf(tests["hub_rows"] - 1) * N, 1) * looks / N
-        np.testing.assert_allclose(tests["hub_p"], np.minimum(expected, 1))
+    tests = planted_run.table("alignment_tests")
+    for q, p in (("q_lower", "p_lower"), ("q_value", "p_value"), ("q_order", "p_order")):
+        np.testing.assert_allclose(tests[q], stats.false_discovery_control(tests[p]))
+    looks = 2 * 5 * 9 * N  # views, layers, ks, experts
+    expected = np.minimum(stats.binom(N, 1 / N).sf(tests["hub_rows"] - 1) * N, 1) * looks / N
+    np.testing.assert_allclose(tests["hub_p"], np.minimum(expected, 1))
 
 
 def test_what_is_unusual_about_a_layer_follows_from_its_rows(planted_run):
@@ -337,9 +337,9 @@ def test_ranks_of_layers_and_spectra_are_those_of_their_experts(planted_run):
 
 
 def test_captions_of_a_random_model_claim_nothing_and_name_chance(tmp_path):
-    tensors = tiny_tensors(layers=8, experts=8, d_model=32, d_ff=48, seed=4)
-    model = write_checkpoint(tmp_path / "model", tensors, tiny_config(layers=8, experts=8))
-    run = scan(model, out=tmp_path / "run", quiet=True)
+    tensors = tiny_tensors(layers=4, experts=8, d_model=32, d_ff=48, seed=4)
+    model = write_checkpoint(tmp_path / "model", tensors, tiny_config(layers=4, experts=8))
+    run = scan(model, out=tmp_path / "run", router="raw", quiet=True)
     assert "(chance 1/n: 0.125)" in run.draw("identification_by_k").caption
     for name in ("alignment_by_expert", "cosine_heatmap", "overlap_heatmap", "pair_matrix"):
         z = np.concatenate([np.ravel(trace["z"]) for trace in run.draw(name).data if "z" in trace])
@@ -350,7 +350,7 @@ def test_captions_of_a_random_model_claim_nothing_and_name_chance(tmp_path):
 
 def test_the_figure_of_the_absolute_score_draws_its_level_at_chance(tmp_path):
     model = write_checkpoint(tmp_path / "model", tiny_tensors(), tiny_config())
-    run = scan(model, out=tmp_path / "run", quiet=True)
+    run = scan(model, out=tmp_path / "run", router="raw", quiet=True)
     levels = run.table("ambiguity").sort_values("layer")["absolute_chance"]
     drawn = grey(run.draw("absolute_ambiguity_by_layer"))
     np.testing.assert_allclose(drawn["a layer at chance"], levels)

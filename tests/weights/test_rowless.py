@@ -9,6 +9,7 @@ import json
 from pathlib import Path
 
 import numpy as np
+import pandas as pd
 import pytest
 import torch
 from typer.testing import CliRunner
@@ -62,8 +63,7 @@ def runs(places) -> dict[str, Run]:
     return {router: scanned(place, place.parent / f"run-{router}") for router, place in places.items()}
 
 
-@pytest.mark.parametrize("router", ["hash", "spectra"])
-@pytest.mark.parametrize("fold_norm", [False, True])
+@pytest.mark.parametrize(("router", "fold_norm"), [("hash", False), ("spectra", True)])
 def test_tables_of_experts_are_bit_equal_to_those_of_the_same_experts_under_a_top2_router(
     router, fold_norm, tmp_path
 ):
@@ -79,12 +79,7 @@ def test_tables_of_experts_are_bit_equal_to_those_of_the_same_experts_under_a_to
     for name in ALONE:
         found, expected = (run.table(name).drop(columns="layer_name") for run in (alone, routed))
         assert len(found)
-        for column in expected:
-            same = found[column].map(np.ndarray.tobytes) if column == "singular_values" else found[column]
-            other = (
-                expected[column].map(np.ndarray.tobytes) if column == "singular_values" else expected[column]
-            )
-            assert same.equals(other), (name, column)
+        pd.testing.assert_frame_equal(found, expected, check_exact=True)
 
 
 def test_a_dense_model_has_the_spectra_of_its_blocks_and_nothing_else(places, runs):
@@ -124,7 +119,7 @@ def test_an_expert_that_holds_nan_is_rejected_or_marked(tmp_path):
     assert any("expert 5 skipped" in warning for warning in run.info["warnings"])
 
 
-@pytest.mark.parametrize("router", sorted(WITHOUT))
+@pytest.mark.parametrize("router", ["dense", "hash"])
 def test_run_json_summary_and_terminal_say_why_there_is_no_alignment(router, places, runs, tmp_path):
     run = runs[router]
     assert [item["rowless_router"] for item in run.info["coverage"]] == [router]
@@ -135,23 +130,14 @@ def test_run_json_summary_and_terminal_say_why_there_is_no_alignment(router, pla
     (view,) = summary.details["views"]
     assert (view["verdicts"], view["most_ambiguous"]) == ({}, [])
     assert json.loads(json.dumps(summary.details)) == summary.details
-    command = [
-        "scan",
-        str(places[router]),
-        "--out",
-        str(tmp_path / "run"),
-        "--device",
-        "cpu",
-        "--layers",
-        "0",
-        "--no-report",
-    ]
+    command = ["scan", str(places[router]), "--out", str(tmp_path / "run")]
+    command += ["--device", "cpu", "--layers", "0", "--no-report"]
     printed = CliRunner().invoke(app, command)
     assert printed.exit_code == 0, printed.output
     assert why in printed.output
 
 
-@pytest.mark.parametrize("router", sorted(WITHOUT))
+@pytest.mark.parametrize("router", ["dense", "hash"])
 def test_the_report_has_only_what_has_something_to_show(router, runs):
     run = runs[router]
     sections = run.verb.sections(run, Selection())
@@ -177,7 +163,7 @@ def test_the_report_has_only_what_has_something_to_show(router, runs):
 
 
 def test_reports_of_runs_with_and_without_rows_stand_in_one_page(runs, tmp_path):
-    routed = scanned(saved(model("expert_choice"), tmp_path / "routed"), tmp_path / "run")
+    routed = scanned(saved(model("expert_choice"), tmp_path / "routed"), tmp_path / "run", router="raw")
     all_runs = [runs["hash"], routed, runs["dense"]]
     (side_by_side,) = routed.verb.overlay(all_runs)
     names = [spec.name for spec, _ in side_by_side.sections[0].figures]
@@ -209,7 +195,7 @@ def test_a_missing_table_is_damage_and_not_a_router_without_rows(places, tmp_pat
         report(Run.load(run.path))
 
 
-@pytest.mark.parametrize("router", sorted(WITHOUT))
+@pytest.mark.parametrize("router", ["dense", "hash"])
 def test_two_such_checkpoints_are_compared_expert_by_expert(router, places, tmp_path):
     other = saved(model(router, seed=7), tmp_path / "other")
     run = compare(places[router], other, out=tmp_path / "run", device="cpu", quiet=True)
@@ -251,19 +237,12 @@ def test_tracing_a_dense_model_is_rejected_before_any_work(places, tmp_path):
 def test_where_experts_choose_a_trace_says_how_many_a_token_has_on_average(tmp_path):
     text = tmp_path / "text.txt"
     text.write_text("some words that experts may choose or leave, as they like")
-    run = trace(
-        saved(model("expert_choice"), tmp_path / "chosen"),
-        text=text,
-        out=tmp_path / "run",
-        device="cpu",
-        quiet=True,
-    )
+    chosen, plain = (saved(model(router), tmp_path / router) for router in ("expert_choice", "top2"))
+    run = trace(chosen, text=text, out=tmp_path / "run", device="cpu", quiet=True)
     load = run.table("load")
     (line,) = trace_coverage(run)
     tokens = sum(run.info["coverage"][0]["tokens"].values()) * load["layer"].nunique()
     assert f"up to {run.info['coverage'][0]['k'][0]}" in line
     assert f"{number(load['tokens'].sum() / tokens)} on average" in line
-    plain = trace(
-        saved(model("top2"), tmp_path / "plain"), text=text, out=tmp_path / "run2", device="cpu", quiet=True
-    )
-    assert ", 2 per token" in trace_coverage(plain)[0]
+    other = trace(plain, text=text, out=tmp_path / "run2", device="cpu", quiet=True)
+    assert ", 2 per token" in trace_coverage(other)[0]

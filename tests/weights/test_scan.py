@@ -68,25 +68,29 @@ def model(tmp_path) -> Path:
     return tiny_checkpoint(tmp_path / "model")
 
 
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory) -> Run:
+    """A scan of every matrix and both router variants; two layers of four experts, k = 1, 2, 3, 4, 8, 16."""
+    folder = tmp_path_factory.mktemp("whole")
+    model = tiny_checkpoint(folder / "model")
+    views = {"matrix": "gate,up,gate_up,down", "router": "raw,centered"}
+    return scan(model, out=folder / "run", k="3", seed=7, **views)
+
+
 # --- what a scan writes
 
 
-def test_all_nine_tables_hold_exactly_the_schema_s_columns(tmp_path, model):
-    run = scan(model, out=tmp_path / "run", matrix="gate,up,gate_up,down", router="raw,centered")
-    assert run.tables == list(TABLES)
-    for name in TABLES:
-        spec = TABLES[name]
-        assert pq.read_schema(tmp_path / "run" / f"{name}.parquet").names == list(spec.columns)
-        frame = run.table(name)
+def test_every_table_holds_exactly_the_schema_s_columns(whole):
+    assert whole.tables == list(TABLES)
+    for name, spec in TABLES.items():
+        assert pq.read_schema(whole.path / f"{name}.parquet").names == list(spec.columns)
+        frame = whole.table(name)
         assert len(frame) > 0
         assert not frame[list(spec.keys)].isna().any(axis=None)
         assert not frame.duplicated(list(spec.keys)).any()
         assert set(frame["matrix"]) == {"gate", "up", "gate_up", "down"}
         assert set(frame["layer"]) == {0, 1}
-        assert set(frame["layer_name"]) == {
-            "model.layers.0.block_sparse_moe",
-            "model.layers.1.block_sparse_moe",
-        }
+        assert set(frame["layer_name"]) == {f"model.layers.{layer}.block_sparse_moe" for layer in (0, 1)}
         if "router" in spec.keys:
             assert set(frame["router"]) == {"raw", "centered"}
 
@@ -96,47 +100,41 @@ def test_every_column_is_filled_somewhere(tmp_path):
     run = scan(
         tiny_checkpoint(tmp_path / "model", layers=3, experts=5, d_model=40, d_ff=48), out=tmp_path / "run"
     )
-    for name in TABLES:
-        spec = TABLES[name]
+    for name, spec in TABLES.items():
         frame = run.table(name)
         empty = [column for column in spec.columns if frame[column].isna().all()]
         assert set(empty) <= {"last_good_k"}  # random experts are identified at no k
 
 
-def test_row_counts_are_what_the_sizes_say(tmp_path, model):
-    run = scan(model, out=tmp_path / "run")
-    layers, experts, ks = 2, 4, 5  # k = 1, 2, 4, 8, 16
-    assert len(run.table("alignment")) == layers * experts * ks
-    assert len(run.table("alignment_layers")) == layers * ks
-    assert len(run.table("alignment_tests")) == len(run.table("ambiguity")) == layers
-    assert len(run.table("pairs")) == layers * ks * experts * experts
-    assert len(run.table("spectra")) == layers * experts
-    similarity_ks = run.table("similarity")["k"].nunique()
-    assert len(run.table("similarity")) == layers * similarity_ks * math.comb(experts, 2)
-    assert len(run.table("orthogonality")) == layers * similarity_ks
+def test_row_counts_are_what_the_sizes_say(whole):
+    layers, experts, ks, matrices, views = 2, 4, 6, 4, 8
+    assert len(whole.table("alignment")) == views * layers * experts * ks
+    assert len(whole.table("alignment_layers")) == views * layers * ks
+    assert len(whole.table("alignment_tests")) == len(whole.table("ambiguity")) == views * layers
+    assert len(whole.table("pairs")) == views * layers * ks * experts * experts
+    assert len(whole.table("spectra")) == matrices * layers * experts
+    similarity_ks = whole.table("similarity")["k"].nunique()
+    assert len(whole.table("similarity")) == matrices * layers * similarity_ks * math.comb(experts, 2)
+    assert len(whole.table("orthogonality")) == matrices * layers * similarity_ks
 
 
-def test_singular_values_are_lapack_s(tmp_path, model):
-    spectra = scan(model, out=tmp_path / "run").table("spectra").set_index(["layer", "expert"])
+def test_singular_values_are_lapack_s(whole):
+    spectra = whole.table("spectra").query("matrix == 'gate'").set_index(["layer", "expert"])
     tensors = tiny_tensors()
+    assert len(spectra) == 8
     for layer, expert in spectra.index:
         values = torch.linalg.svdvals(tensors[expert_name(layer, expert, "gate")].double()).numpy()
         assert spectra.loc[(layer, expert), "singular_values"] == pytest.approx(values, rel=1e-6)
 
 
-def test_run_json_has_every_field_of_the_contract(tmp_path, model):
-    info = scan(model, out=tmp_path / "run", router="raw,centered", k="3", seed=7).info
-    stored = json.loads((tmp_path / "run" / "run.json").read_text())
+def test_run_json_has_every_field_of_the_contract(whole):
+    info, stored = whole.info, json.loads((whole.path / "run.json").read_text())
     assert stored == {**info, "fields": stored["fields"]}
     assert info["schema_version"] == SCHEMA_VERSION
-    assert (info["verb"], info["status"], info["device"]) == (
-        "scan",
-        "done",
-        choose_device("auto"),
-    )
+    assert (info["verb"], info["status"], info["device"]) == ("scan", "done", choose_device("auto"))
     assert info["arguments"] == {
         "layers": None,
-        "matrix": ["gate"],
+        "matrix": ["gate", "up", "gate_up", "down"],
         "router": ["raw", "centered"],
         "fold_norm": False,
         "k": [3],
@@ -146,7 +144,8 @@ def test_run_json_has_every_field_of_the_contract(tmp_path, model):
     assert {"moescope", "torch", "python"} <= set(info["versions"])
     assert info["git_commit"] is None or len(info["git_commit"]) == 40
     (checkpoint,) = info["checkpoints"]
-    assert (checkpoint["step"], checkpoint["path"], checkpoint["revision"]) == (0, str(model), None)
+    model = str(whole.path.parent / "model")
+    assert (checkpoint["step"], checkpoint["path"], checkpoint["revision"]) == (0, model, None)
     assert len(checkpoint["header_hash"]) == 64
     assert {"read", "decompose", "statistics", "write", "join"} <= set(info["timings"])
     assert all(seconds >= 0 for seconds in info["timings"].values())
@@ -164,15 +163,12 @@ def test_a_real_model_saved_by_transformers_is_scanned(tmp_path):
 
 
 def test_results_do_not_depend_on_sharding(tmp_path):
+    """Nor on anything else: a scan repeated gives the same tables."""
     runs = [
         scan(tiny_checkpoint(tmp_path / f"model{shards}", shards), out=tmp_path / f"run{shards}")
         for shards in (1, 3)
     ]
     assert_equal_tables(*runs)
-
-
-def test_a_scan_repeated_gives_the_same_tables(tmp_path, model):
-    assert_equal_tables(*[scan(model, out=tmp_path / f"run{attempt}") for attempt in (1, 2)])
 
 
 def test_one_layer_s_numbers_do_not_depend_on_which_others_are_scanned(tmp_path, model):
@@ -184,27 +180,18 @@ def test_one_layer_s_numbers_do_not_depend_on_which_others_are_scanned(tmp_path,
         )
 
 
-@pytest.mark.parametrize("views", [{"matrix": "gate,down", "router": "raw,centered"}])
-def test_q_values_are_benjamini_hochberg_within_step_matrix_and_router(tmp_path, views):
+def test_p_values_are_corrected_over_layers_and_views_and_layers_ranked_within_a_view(tmp_path):
     models = [tiny_checkpoint(tmp_path / f"checkpoint-{step}", layers=4, seed=step) for step in (100, 200)]
-    tests = scan(*models, out=tmp_path / "run", **views).table("alignment_tests")
-    groups = tests.groupby(["step", "matrix", "router", "fold_norm"])
-    assert len(groups) == 8
-    for _, group in groups:
-        assert len(group) == 4
-        assert group["q_value"].to_numpy() == pytest.approx(
-            scipy.stats.false_discovery_control(group["p_value"]), abs=1e-12
-        )
-    everything = scipy.stats.false_discovery_control(tests["p_value"])
-    assert tests["q_value"].to_numpy() != pytest.approx(everything, abs=1e-6), (
-        "pooling all tests would give other numbers"
-    )
-
-
-def test_layers_are_ranked_within_step_matrix_and_router(tmp_path):
-    models = [tiny_checkpoint(tmp_path / f"checkpoint-{step}", layers=4, seed=step) for step in (100, 200)]
-    ambiguity = scan(*models, out=tmp_path / "run", matrix="gate,down").table("ambiguity")
-    for _, group in ambiguity.groupby(["step", "matrix", "router"]):
+    run = scan(*models, out=tmp_path / "run", matrix="gate,down", router="raw,centered")
+    tests = run.table("alignment_tests")
+    for _, group in tests.groupby("step"):
+        assert len(group) == 16
+        for q, p in (("q_value", "p_value"), ("q_lower", "p_lower")):
+            expected = scipy.stats.false_discovery_control(group[p])
+            assert group[q].to_numpy() == pytest.approx(expected, abs=1e-12)
+    pooled = scipy.stats.false_discovery_control(tests["p_value"])
+    assert tests["q_value"].to_numpy() != pytest.approx(pooled, abs=1e-6)
+    for _, group in run.table("ambiguity").groupby(["step", "matrix", "router"]):
         assert sorted(group["rank"]) == [1, 2, 3, 4]
 
 
@@ -214,13 +201,9 @@ def test_layers_are_ranked_within_step_matrix_and_router(tmp_path):
 @pytest.mark.parametrize(
     ("folders", "steps"),
     [
-        (["checkpoint-100", "checkpoint-200"], [100, 200]),
         (["step9", "step10"], [9, 10]),
         (["checkpoint-200", "checkpoint-100"], [100, 200]),
-        (["base-100", "tuned-200"], [0, 1]),
         (["checkpoint-100", "final"], [0, 1]),
-        (["early", "late"], [0, 1]),
-        (["checkpoint-100"], [0]),
     ],
 )
 def test_several_checkpoints_become_the_steps_their_names_end_in(tmp_path, folders, steps):
@@ -231,7 +214,7 @@ def test_several_checkpoints_become_the_steps_their_names_end_in(tmp_path, folde
     assert [checkpoint["step"] for checkpoint in run.info["checkpoints"]] == steps
     for frame in tables_of(run).values():
         assert sorted(set(frame["step"])) == steps
-    if len(steps) > 1 and steps[0] > 0:  # by number, in whatever order they were given
+    if steps[0] > 0:  # by number, in whatever order they were given
         models = sorted(models, key=lambda model: int(re.search(r"\d+$", model.name)[0]))
     for step, model in zip(steps, models, strict=True):
         alone = scan(model, out=tmp_path / f"alone{step}").table("pairs")
@@ -239,38 +222,23 @@ def test_several_checkpoints_become_the_steps_their_names_end_in(tmp_path, folde
         assert together[together["step"] == step]["align"].tolist() == alone["align"].tolist()
 
 
-def test_checkpoints_with_other_layers_are_rejected(tmp_path):
-    models = [tiny_checkpoint(tmp_path / f"m{layers}", layers=layers) for layers in (1, 2)]
-    with pytest.raises(
-        BadInput,
-        match=r"m2: another family, shape or number of experts than .*m1, so not a step .* scan each alone",
-    ):
-        scan(*models, out=tmp_path / "run")
-
-
-def test_the_same_checkpoint_twice_and_another_number_of_experts_are_no_steps(tmp_path):
+def test_what_is_no_series_of_steps_is_rejected(tmp_path):
     model = tiny_checkpoint(tmp_path / "m")
     with pytest.raises(BadInput, match="given twice"):
         scan(model, model, out=tmp_path / "run")
-    other = tiny_checkpoint(tmp_path / "m8", experts=8)
-    with pytest.raises(BadInput, match="not a step of the same run"):
-        scan(model, other, out=tmp_path / "run")
+    for name, sizes in (("m1", {"layers": 1}), ("m8", {"experts": 8})):
+        with pytest.raises(BadInput, match=rf"{name}: .* not a step of the same run"):
+            scan(model, tiny_checkpoint(tmp_path / name, **sizes), out=tmp_path / "run")
 
 
-def test_a_negative_seed_is_rejected(tmp_path):
-    with pytest.raises(BadInput, match="seed -1: must be at least 0"):
-        scan(tiny_checkpoint(tmp_path / "m"), seed=-1)
-
-
-def test_one_number_is_as_good_as_a_list_in_python(tmp_path):
-    model = tiny_checkpoint(tmp_path / "m")
+def test_one_number_is_as_good_as_a_list_in_python(tmp_path, model):
     run = scan(model, layers=1, k=3, out=tmp_path / "run")
     assert set(run.table("alignment")["layer"]) == {1}
     assert 3 in set(run.table("alignment")["k"])
 
 
 def test_no_model_is_rejected():
-    with pytest.raises(BadInput, match="no model given; give a checkpoint's folder"):
+    with pytest.raises(BadInput, match="no model given"):
         scan()
 
 
@@ -311,13 +279,13 @@ def test_only_the_layers_asked_for_are_read(tmp_path, analysed):
     assert run.info["arguments"]["layers"] == [[1]]
 
 
-@pytest.mark.parametrize("layers", ["", "a", "3-1", "-1", "1.5", "0,,1", "0-99999999999", "1-"])
+@pytest.mark.parametrize("layers", ["", "3-1", "1.5", "0-99999999999"])
 def test_layers_that_cannot_be_read_are_rejected_with_an_example(tmp_path, model, layers):
     with pytest.raises(BadInput, match="write them as 0,5,9-12"):
         scan(model, out=tmp_path / "run", layers=layers)
 
 
-@pytest.mark.parametrize("layers", ["2", "0-5", [7]])
+@pytest.mark.parametrize("layers", ["0-5", [7]])
 def test_layers_that_are_not_there_are_rejected_with_those_that_are(tmp_path, model, layers):
     with pytest.raises(BadInput, match=r"no MoE layer .*; it has 0-1"):
         scan(model, out=tmp_path / "run", layers=layers)
@@ -327,11 +295,10 @@ def test_layers_that_are_not_there_are_rejected_with_those_that_are(tmp_path, mo
     ("options", "message"),
     [
         ({"matrix": "gate,w1"}, "unknown matrix 'w1'; known: gate, up, gate_up, down"),
-        ({"matrix": ""}, "unknown matrix ''; known: gate, up, gate_up, down"),
         ({"matrix": []}, "no matrix given; known: gate, up, gate_up, down"),
-        ({"router": "cosine"}, "unknown router 'cosine'; known: raw, centered"),
+        ({"router": "cosine"}, "unknown router 'cosine'; known: raw, centered, auto"),
         ({"k": "1,x"}, "k '1,x': give whole numbers"),
-        ({"k": "0"}, "k '0': numbers must be at least 1"),
+        ({"seed": -1}, "seed -1: must be at least 0"),
         ({"k": [-3]}, "numbers must be at least 1"),
         ({"precision": "sloppy"}, "unknown precision 'sloppy'; known: fast, exact"),
         ({"device": "tpu"}, "unknown device 'tpu'; known: auto, cpu, cuda, cuda:0, mps"),
@@ -352,7 +319,7 @@ def test_matrices_and_routers_named_twice_count_once(tmp_path, model):
 
 
 def test_named_ks_join_the_k_grid_and_those_beyond_the_rank_are_warned_of(tmp_path, model):
-    run = scan(model, out=tmp_path / "run", k="3,1000,2000")
+    run = scan(model, out=tmp_path / "run", router="raw", k="3,1000,2000")
     assert sorted(set(run.table("alignment")["k"])) == [1, 2, 3, 4, 8, 16]
     assert run.info["warnings"] == ["k = 1000, 2000 skipped: no matrix has a rank above 16"]
 
@@ -398,7 +365,7 @@ def test_the_same_arguments_return_the_finished_run_without_work(tmp_path, model
 
 @pytest.mark.parametrize(
     ("change", "word"),
-    [({"matrix": "up"}, "matrix"), ({"k": "3"}, "k"), ({"layers": "0"}, "layers"), ({"seed": 1}, "seed")],
+    [({"matrix": "up"}, "matrix"), ({"layers": "0"}, "layers")],
     ids=str,
 )
 def test_other_arguments_in_the_same_folder_are_rejected_by_name(tmp_path, model, change, word):
@@ -408,25 +375,21 @@ def test_other_arguments_in_the_same_folder_are_rejected_by_name(tmp_path, model
     assert scan(model, out=tmp_path / "run", overwrite=True, **change).info["status"] == "done"
 
 
-def test_a_checkpoint_that_changed_is_another_checkpoint(tmp_path, model):
-    scan(model, out=tmp_path / "run")
-    write_checkpoint(model, tiny_tensors(seed=5))
-    with pytest.raises(BadInput, match="other checkpoints"):
-        scan(model, out=tmp_path / "run")
-
-
-def test_a_finished_run_of_another_schema_version_is_not_handed_out(tmp_path, model):
-    scan(model, out=tmp_path / "run")
+def test_a_run_of_another_checkpoint_or_schema_version_is_not_handed_out(tmp_path, model):
+    scan(model, out=tmp_path / "run", layers=0)
     edit_json(tmp_path / "run" / "run.json", schema_version=SCHEMA_VERSION + 1)
     with pytest.raises(BadInput, match="other schema version"):
-        scan(model, out=tmp_path / "run")
+        scan(model, out=tmp_path / "run", layers=0)
+    edit_json(tmp_path / "run" / "run.json", schema_version=SCHEMA_VERSION)
+    write_checkpoint(model, tiny_tensors(seed=5))
+    with pytest.raises(BadInput, match="other checkpoints"):
+        scan(model, out=tmp_path / "run", layers=0)
 
 
 def test_without_out_runs_are_numbered_below_the_folder_one_works_in(tmp_path, model, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    assert scan(model).path == Path("runs/scan-model-1")
-    assert scan(model).path == Path("runs/scan-model-2")
-    assert scan(model / "model.safetensors").path == Path("runs/scan-model-3")
+    for number, given in enumerate((model, model / "model.safetensors"), start=1):
+        assert scan(given, layers=0).path == Path(f"runs/scan-model-{number}")
 
 
 # --- unusable weights
@@ -447,9 +410,6 @@ def damaged(folder: Path, **damage: float) -> Path:
     ("name", "value", "what"),
     [
         ("gate_0_2", math.nan, f"tensor {expert_name(0, 2, 'gate')} holds NaN or Inf"),
-        ("gate_0_2", math.inf, f"tensor {expert_name(0, 2, 'gate')} holds NaN or Inf"),
-        ("gate_0_0", 0.0, f"tensor {expert_name(0, 0, 'gate')} is all zeros"),
-        ("router_0_1", math.nan, f"row 1 of router {router_name(0)} holds NaN or Inf"),
         ("router_1_3", 0.0, f"row 3 of router {router_name(1)} is all zeros"),
     ],
 )
@@ -477,8 +437,9 @@ def test_nan_in_a_later_layer_fails_the_run_but_keeps_what_is_done_and_keep_goin
 
 @pytest.mark.parametrize("name", ["gate_1_2", "router_1_2"])
 def test_keep_going_marks_the_expert_and_continues_with_the_others(tmp_path, name):
-    clean = scan(tiny_checkpoint(tmp_path / "clean"), out=tmp_path / "clean-run").table("alignment")
-    run = scan(damaged(tmp_path / "model", **{name: math.nan}), out=tmp_path / "run", keep_going=True)
+    clean_model, model = tiny_checkpoint(tmp_path / "clean"), damaged(tmp_path / "model", **{name: math.nan})
+    clean = scan(clean_model, out=tmp_path / "clean-run", router="raw").table("alignment")
+    run = scan(model, out=tmp_path / "run", router="raw", keep_going=True)
     rows = run.table("alignment")
     assert rows[["layer", "k", "expert"]].equals(clean[["layer", "k", "expert"]]), (
         "the marked expert keeps its rows"
@@ -535,6 +496,7 @@ def finished_tasks(out: Path) -> dict[str, float]:
     return {task.name: task.stat().st_ctime for task in out.glob("parts/*") if task.suffix != ".tmp"}
 
 
+@pytest.mark.slow
 def test_a_scan_killed_outright_is_resumed_to_the_same_tables_without_redoing_a_layer(
     tmp_path, long_model, analysed
 ):
@@ -556,6 +518,7 @@ def test_a_scan_killed_outright_is_resumed_to_the_same_tables_without_redoing_a_
     assert_equal_tables(resumed, whole)
 
 
+@pytest.mark.slow
 def test_an_interrupted_scan_exits_130_says_how_to_resume_and_does(tmp_path, long_model, analysed):
     out = tmp_path / "interrupted"
     process = start_scan(long_model, out)

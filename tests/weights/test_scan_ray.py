@@ -31,6 +31,7 @@ from moescope.weights.tables import TABLES
 from planted import write_planted
 from spectral.builders import stored_low_rank
 
+pytestmark = pytest.mark.slow
 LAYERS = 5
 
 
@@ -86,8 +87,6 @@ def test_tables_are_equal_bit_for_bit(connected, tmp_path, model, here):
 
 def test_tables_are_equal_bit_for_bit_where_threads_change_the_last_digits(connected, tmp_path):
     """256 dimensions are enough for two threads to sum in another order than one."""
-    import torch
-
     write_planted(tmp_path / "model")
     before = torch.get_num_threads()
     torch.set_num_threads(2)
@@ -224,30 +223,12 @@ def waiting_scan(model: Path, out: Path, last: int, *options: str) -> subprocess
         "cli.main()\n"
     )
     views = ["--matrix", "gate,down", "--router", "raw,centered"]
-    command = [
-        sys.executable,
-        "-c",
-        source,
-        "scan",
-        str(model),
-        "--out",
-        str(out),
-        "--engine",
-        "ray",
-        "--quiet",
-        *views,
-        *options,
-    ]
+    scanning = ["scan", str(model), "--out", str(out), "--engine", "ray", "--quiet", *views, *options]
     tests = str(Path(ray_work.__file__).parent)
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([os.environ["PYTHONPATH"], tests])}
-    return subprocess.Popen(
-        command,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        env=environment,
-        start_new_session=True,
-    )
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    command = [sys.executable, "-c", source, *scanning]
+    return subprocess.Popen(command, env=environment, start_new_session=True, **pipes)
 
 
 def pieces(out: Path) -> list[str]:
@@ -302,23 +283,10 @@ def test_bad_weights_are_one_line_and_exit_code_2(ray_cluster, tmp_path):
     tensors = tiny_tensors()
     tensors[expert_name(1, 2, "gate")][:] = math.nan
     write_checkpoint(tmp_path / "model", tensors, tiny_config())
-    command = [
-        sys.executable,
-        "-m",
-        "moescope",
-        "scan",
-        "model",
-        "--engine",
-        "ray",
-        "--address",
-        "auto",
-        "--layers",
-        "1",
-    ]
-    environment = {
-        **os.environ,
-        "RAY_ADDRESS": ray_cluster,
-    }  # where `auto` looks first: other clusters may run here
+    command = [sys.executable, "-m", "moescope", "scan", "model", "--engine", "ray", "--address", "auto"]
+    command += ["--layers", "1"]
+    # where `auto` looks first: other clusters may run here
+    environment = {**os.environ, "RAY_ADDRESS": ray_cluster}
     shown = subprocess.run(
         command, capture_output=True, text=True, cwd=tmp_path, env=environment, timeout=120, check=False
     )

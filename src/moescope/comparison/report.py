@@ -135,7 +135,7 @@ def alignment_findings(run: Run) -> list[str]:
         return []
     keys = ["layer", "matrix", "router", "fold_norm"]
     tests, scores = (
-        scans[0].table(name).merge(scans[1].table(name), on=keys, suffixes=("_a", "_b"))
+        headline_rows(scans[0], name).merge(headline_rows(scans[1], name), on=keys, suffixes=("_a", "_b"))
         for name in ("alignment_tests", "ambiguity")
     )
     changed = tests[tests["verdict_a"] != tests["verdict_b"]]
@@ -244,12 +244,21 @@ def scan_tables(run: Run, selection: Selection) -> Tables:
     return {
         name: selection.rows(
             pd.concat(
-                [scan.table(name).assign(view=label) for scan, label in zip(scans, labels, strict=True)],
+                [
+                    headline_rows(scan, name).assign(view=label)
+                    for scan, label in zip(scans, labels, strict=True)
+                ],
                 ignore_index=True,
             )
         )
         for name in dict.fromkeys(name for spec in ALIGNMENT_FIGURES for name in spec.needs)
     }
+
+
+def headline_rows(scan: Run, name: str) -> pd.DataFrame:
+    """Return the table's rows of the scan's first router variant: centered where the router is a softmax."""
+    rows = scan.table(name)
+    return rows[rows["router"] == scan.info["arguments"]["router"][0]] if "router" in rows else rows
 
 
 def scans_of(run: Run) -> list[Run]:

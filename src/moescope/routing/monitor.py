@@ -39,7 +39,7 @@ from moescope.routing.monitor_capture import RouterGradients, StepCounts, Traini
 from moescope.routing.tables import TABLES
 from moescope.run import Run, RunWriter, jsonable, open_run, read_run_json, remove_tasks, write_table
 from moescope.tables import read_parquet
-from moescope.types import Integers, Routing
+from moescope.types import Array, Integers, Routing
 from moescope.verbs import load_verb
 
 if TYPE_CHECKING:
@@ -170,7 +170,7 @@ class AlertState:
             sentence = f"no token has chosen expert {expert} for {idle_E[expert]:.0f} steps"
             yield expert, "dead", float(idle_E[expert]), float(limits.dead_steps), sentence
         if load_E.sum() / n >= FEWEST_LOAD:
-            yield from self.load_alerts(counts, step)
+            yield from self.load_alerts(counts.layer, load_E, float(load_E.sum()) / counts.tokens, step)
         entropy = mean_entropy(counts)
         # a single expert has entropy 0
         if entropy < (limit := limits.min_entropy) and n > 1 and counts.layer not in self.certain:
@@ -179,15 +179,15 @@ class AlertState:
         if np.isnan(counts.gate_weight_MBE).any() or (counts.sums("decided").any() and np.isnan(entropy)):
             yield None, "nan", None, None, "gates or logits are not numbers"
 
-    def load_alerts(self, counts: LayerCounts, step: int) -> Iterator[Alert]:
-        """Alerts about a load that has been uneven for long enough."""
-        limits, load_E, n = self.thresholds, counts.load_E, counts.n_experts
-        most = n / counts.mean_k  # times the mean load, for an expert that every token chooses
+    def load_alerts(self, layer: int, load_E: Array, k: float, step: int) -> Iterator[Alert]:
+        """Alerts about a load that has been uneven for long enough; k counts no empty slots."""
+        limits, n, mean = self.thresholds, len(load_E), load_E.mean()
+        most = n / k  # times the mean load, for an expert that every token chooses
         if most <= 1:
             return
         spread, largest = float(cv(load_E)), (most - 1) ** 0.5
-        busiest, share = float(max_over_mean(load_E)), float((load_E < NEARLY_UNUSED * load_E.mean()).mean())
-        onto = f"collapsed onto {counts.mean_k:.3g} of {n} experts, its load CV is {spread:.3g} of at most"
+        busiest, share = float(load_E.max() / mean), float((load_E < NEARLY_UNUSED * mean).mean())
+        onto = f"collapsed onto {k:.3g} of {n} experts, its load CV is {spread:.3g} of at most"
         most_load = f"the busiest expert has {busiest:.3g} of at most {most:.3g} times the mean load"
         few = f"{share:.0%} of its experts have under {NEARLY_UNUSED:.0%} of the mean load"
         for kind, value, limit, sentence in (
@@ -195,10 +195,10 @@ class AlertState:
             ("max_load", busiest, 1 + limits.max_load * (most - 1), most_load),
             ("unused", share, limits.max_unused, few),
         ):
-            windows, since = self.streaks.pop((counts.layer, kind), (0, self.judged_at))
+            windows, since = self.streaks.pop((layer, kind), (0, self.judged_at))
             if value <= limit:
                 continue
-            self.streaks[counts.layer, kind] = windows + 1, since
+            self.streaks[layer, kind] = windows + 1, since
             if kind == COLLAPSED and windows + 1 >= COLLAPSED_WINDOWS:
                 yield None, kind, value, limit, sentence
             elif kind != COLLAPSED and step - since >= limits.dead_steps:
@@ -360,7 +360,7 @@ def window_tables(window: Window, routers: dict[int, Tensor | None], step: int) 
         lines = (
             *metric_rows(counts, corpus, decisions=bool(counts.sums("decided").sum()), order=False),
             *separation_rows(counts, None if rows_ED is None else rows_ED.double().cpu().numpy()),
-            *window.diagnostics.rows(counts.layer),
+            *window.diagnostic_rows(counts.layer),
         )
         rows += [{**place, **layer_columns(counts), **line} for line in lines]
     frames = {name: pd.DataFrame(join_columns(parts)) for name, parts in columns.items() if parts}

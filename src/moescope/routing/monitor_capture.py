@@ -31,25 +31,6 @@ Slot = tuple[int, str, int]  # and its part: value, chance or collapse
 # --- counts since the last tables
 
 
-@dataclass
-class DiagnosticSums:
-    """Diagnostics over some steps: cell -> passes, then sums of the fields of Diagnostic."""
-
-    sums: dict[Cell, Array] = field(default_factory=dict)
-
-    def __iadd__(self, other: DiagnosticSums) -> DiagnosticSums:
-        for cell, more in other.sums.items():
-            self.sums[cell] = self.sums[cell] + more if cell in self.sums else more
-        return self
-
-    def rows(self, layer: int) -> Iterator[dict[str, Any]]:
-        """Rows of routing_layers of one layer: means over passes."""
-        for (at, name), sums in self.sums.items():
-            if at == layer:
-                *levels, spread = (sums[1:] / sums[0]).tolist()
-                yield {**row(name, *levels), "chance_spread": spread}
-
-
 class DiagnosticTally:
     """The diagnostics of all layers since the last `take`, on their device: two kernels per pass."""
 
@@ -78,15 +59,16 @@ class DiagnosticTally:
         passes = torch.tensor([self.passes[key] for key in self.sums], dtype=torch.float64, device=device)
         return torch.cat([passes, *(sums.to(device) for sums in self.sums.values())])
 
-    def take(self, flat: Array) -> DiagnosticSums:
-        """Return the summed vector of `flat` by cell, and start again at 0."""
-        total, at = DiagnosticSums(), len(self.sums)
+    def take(self, flat: Array) -> dict[Cell, Array]:
+        """Return passes, then sums of the fields of Diagnostic, by cell; and start again at 0."""
+        total: dict[Cell, Array] = {}
+        at = len(self.sums)
         for key, passes in zip(self.sums, flat[:at], strict=True):
             numbers = dict(zip(key, flat[at : (at := at + len(key))].tolist(), strict=True))
             for cell in dict.fromkeys(slot[:2] for slot in key):
                 slots = [(*cell, part) for part in range(len(Diagnostic._fields))]
                 parts = [numbers.get(slot, passes * self.fixed.get(slot, np.nan)) for slot in slots]
-                total += DiagnosticSums({cell: np.array([passes, *parts])})
+                total[cell] = total.get(cell, 0) + np.array([passes, *parts])
         self.sums, self.passes = {}, Counter()
         return total
 
@@ -97,13 +79,21 @@ class Window:
 
     layers: list[LayerCounts] = field(default_factory=list)
     losses: Array = field(default_factory=lambda: np.zeros(3))  # passes, loss, auxiliary loss: sums
-    diagnostics: DiagnosticSums = field(default_factory=DiagnosticSums)
+    diagnostics: dict[Cell, Array] = field(default_factory=dict)  # as DiagnosticTally.take returns them
 
     def add(self, other: Window) -> None:
         pairs = zip(self.layers, other.layers, strict=True) if self.layers else ()
         self.layers = [a + b for a, b in pairs] or other.layers
         self.losses = self.losses + other.losses
-        self.diagnostics += other.diagnostics
+        for cell, sums in other.diagnostics.items():
+            self.diagnostics[cell] = self.diagnostics.get(cell, 0) + sums
+
+    def diagnostic_rows(self, layer: int) -> Iterator[dict[str, Any]]:
+        """Rows of routing_layers of one layer's diagnostics: means over passes."""
+        for (at, name), sums in self.diagnostics.items():
+            if at == layer:
+                *levels, spread = (sums[1:] / sums[0]).tolist()
+                yield {**row(name, *levels), "chance_spread": spread}
 
 
 class Handed(NamedTuple):

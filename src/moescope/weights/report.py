@@ -361,7 +361,7 @@ def layer_table(view: View) -> Payload:
     for verdict, layers in view.verdicts(shown=True).items():
         cells.loc[layers, "verdict"] = VERDICTS[verdict]
         if verdict == "permuted":
-            cells.loc[layers, "p_value"] = [(view.other_order(layer) or {})["p"] for layer in layers]
+            cells.loc[layers, "p_value"] = tables["alignment_tests"].set_index("layer")["p_order"]
     heads = [("layer", "layer", "int")]
     for name, columns in shown.items():
         table = TABLES[name]
@@ -376,75 +376,49 @@ def layer_table(view: View) -> Payload:
 def headline(all_views: list[View], of_first: list[str]) -> list[str]:
     """The first view's findings, and where other views of the run differ from it significantly.
 
-    Where centering the rows matters, that and the next view's verdicts stand right after the first finding.
+    The view of the same matrix with other router rows stands right after the first finding.
     """
     first, *rest = all_views
-    sentences = list(of_first)
-    judged = rest if first.has_rows else []
+    sentences, judged = list(of_first), rest if first.has_rows else []
     if judged:
         text = f"{capital(first.label)}: {lower(sentences[0])}"
         sentences[0] = Finding(text, figure="identification_by_k")
-    others = [view for view in judged if differing_layers(first, view)]
-    alternatives = [
-        Finding(
-            f"{capital(view.label)}: {lower(verdict_sentence(view))}",
-            figure="identification_by_k",
-            scan=view.label,
-        )
-        for view in others[:NAMED_AT_MOST]
-    ]
-    if contrast := centering_finding(all_views):
-        sentences[1:1] = [contrast, *alternatives[:1]]
-        alternatives = alternatives[1:]
-    sentences += alternatives
+    tests = {view.label: view.tables["alignment_tests"] for view in all_views if first.has_rows}
+    differing = {view.label: differing_layers(tests[first.label], tests[view.label]) for view in judged}
+    others = [view for view in judged if differing[view.label]]
+    for view in others[:NAMED_AT_MOST]:
+        text = f"{capital(view.label)} differs in {named_layers(differing[view.label])}: "
+        text += lower(verdict_sentence(view))
+        same_matrix = all(view.keys[key] == first.keys[key] for key in ("step", "matrix"))
+        if same_matrix:
+            text += " A softmax ignores a vector common to all router rows: the centered view counts."
+        finding = Finding(text, figure="identification_by_k", scan=view.label)
+        sentences.insert(1 if same_matrix else len(sentences), finding)
     for view in {view.keys["matrix"]: view for view in reversed(rest)}.values():
         found = redundancy_finding(view) if "similarity" in view.tables else say(RANKS, view.tables, TABLES)
         if found and view.keys["matrix"] != first.keys["matrix"]:
             text = f"{capital(view.keys['matrix'])} matrices: {lower(found)}"
             sentences.append(Finding(text, **found.place, scan=view.label))
-    if same := [view for view in judged if view not in others]:
-        who = f"{len(same)} other views" if len(same) > 1 else same[0].label
-        text = f"{capital(who)}: no verdict differs significantly from {first.label}."
-        sentences.append(Finding(text, figure="identification_by_layer"))
-    if len(others) > NAMED_AT_MOST:
-        text = f"{len(others) - NAMED_AT_MOST} more views have other verdicts; see Side by side."
-        sentences.append(Finding(text, figure="identification_by_layer"))
+    counts = (len(judged) - len(others), "no verdict differs significantly from " + first.label)
+    more = (len(others) - NAMED_AT_MOST, "other verdicts; see Side by side")
+    for count, words in (counts, more):
+        if count > 0:
+            text = f"{counted(count, 'other view')}: {words}."
+            sentences.append(Finding(text, figure="identification_by_layer"))
     return sentences
 
 
-def differing_layers(one: View, other: View) -> list[int]:
+def differing_layers(one: pd.DataFrame, other: pd.DataFrame) -> list[int]:
     """Layers with a claim in one view where the other, even before the correction, suggests none.
 
-    Two claims that differ count too, if one is that of another order.
+    Both are alignment_tests of a view. Two claims differ if one of them is that of another order.
     """
-    tests = [view.tables["alignment_tests"].set_index("layer").sort_index() for view in (one, other)]
-    a, b = (frame["verdict"].astype(str) for frame in tests)
-    suggested_a, suggested_b = (frame["suggested"].fillna(True).astype(bool) for frame in tests)
-    alone = ((a != "chance") & ~suggested_b) | ((b != "chance") & ~suggested_a)
-    orders = (a != "chance") & (b != "chance") & ((a == "permuted") != (b == "permuted"))
+    a, b = (tests.set_index("layer").sort_index() for tests in (one, other))
+    claimed_a, claimed_b = a["verdict"] != "chance", b["verdict"] != "chance"
+    suggested_a, suggested_b = (tests["suggested"].fillna(True).astype(bool) for tests in (a, b))
+    alone = (claimed_a & ~suggested_b) | (claimed_b & ~suggested_a)
+    orders = claimed_a & claimed_b & ((a["verdict"] == "permuted") != (b["verdict"] == "permuted"))
     return [int(layer) for layer in a.index[alone | orders]]
-
-
-def centering_finding(all_views: list[View]) -> Finding | None:
-    """Layers where raw and centered rows differ significantly; a scan centers softmax routers only."""
-    named, label = [], ""
-    groups: dict[tuple[Any, ...], dict[str, View]] = {}
-    for view in all_views:
-        if view.has_rows:
-            groups.setdefault((view.keys["step"], view.keys["matrix"]), {})[view.keys["router"]] = view
-    for (_, matrix), pair in groups.items():
-        if len(pair) > 1 and (differing := differing_layers(pair["raw"], pair["centered"])):
-            step = pair["centered"].label.rpartition(" · ")[0]
-            where = ", ".join([*([step] if step else []), f"{matrix} matrices"])
-            named.append(named_layers(differing) + (f" ({where})" if len(groups) > 1 else ""))
-            label = label or pair["centered"].label
-    if not named:
-        return None
-    text = (
-        f"Raw and centered router rows get different verdicts in {examples(named)}. These routers use a "
-        "softmax, which ignores a vector common to all rows: the centered view is the one that matters."
-    )
-    return Finding(text, figure="identification_by_layer", scan=label)
 
 
 def lower(sentence: str) -> str:
@@ -509,20 +483,21 @@ def null_words(tests: pd.DataFrame) -> str:
 
 def order_findings(view: View) -> list[str]:
     """Layers whose router rows and experts fit one to one in another order."""
-    sentences: list[str] = []
-    for layer in view.verdicts().get("permuted", []):
-        order = view.other_order(layer) or {}
-        pairs = zip(order["routers"], order["experts"], strict=True)
-        moved = [
-            f"router row {row} fits expert {expert}" for row, expert in pairs if expert not in (None, row)
-        ]
-        shown = listed(moved) if len(moved) <= 8 else examples(moved)
-        text = (
-            f"Layer {layer}: router rows and experts fit one to one, but not in the stored order; at "
-            f"k = {order['k']}, {shown} (p ≤ {number(order['p'])})."
-        )
-        sentences.append(Finding(text, figure="pair_matrix", layer=layer))
-    return sentences
+    return [
+        Finding(order_words(layer, view.other_order(layer) or {}), figure="pair_matrix", layer=layer)
+        for layer in view.verdicts().get("permuted", [])
+    ]
+
+
+def order_words(layer: int, order: dict[str, Any], most: int = 8) -> str:
+    """Which router rows fit which other experts; beyond `most`, a few of them."""
+    pairs = zip(order["routers"], order["experts"], strict=True)
+    moved = [f"router row {row} fits expert {expert}" for row, expert in pairs if expert not in (None, row)]
+    shown = listed(moved) if len(moved) <= most else examples(moved)
+    return (
+        f"Layer {layer}: router rows and experts fit one to one, but not in the stored order; at "
+        f"k = {order['k']}, {shown} (p ≤ {number(order['p'])})."
+    )
 
 
 def collapsed_pairs(view: View) -> list[dict[str, Any]]:
@@ -622,13 +597,8 @@ def pairing_parts(view: View, layer: int, tables: Tables) -> Parts:
         f"lower tail p = {number(test['p_lower'])}.",
     ]
     if test["verdict"] == "permuted" and (order := view.other_order(layer)):
-        pairs = zip(order["routers"], order["experts"], strict=True)
-        mapped = ", ".join(f"{router} → {'?' if expert is None else expert}" for router, expert in pairs)
         line = f"fits in another order at k = {order['k']}, p ≤ {number(order['p'])}"
-        words.append(
-            f"Another order fits at k = {order['k']} (router row → expert, p ≤ {number(order['p'])}): "
-            f"{mapped}."
-        )
+        words.append(order_words(layer, order, most=len(order["routers"])))
     by_k, best = TABLES["alignment_layers"], tables["alignment"]
     best = best[best["k"] == test["best_k"]]
     shown = [
