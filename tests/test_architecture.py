@@ -83,6 +83,7 @@ LISTS = ("tables.py", "figures.py", "report.py")  # of columns, figures and sent
 DELETING = {"rmtree", "unlink", "removedirs"}
 BAD_NAMES = {"utils", "util", "common", "helpers", "helper", "manager", "managers", "misc"}
 TORCH = {"torch", "transformers", "accelerate", "triton", "safetensors.torch", "peft"}
+COMPUTING = ("statistics.", "spectral.", "scipy.", "torch.")
 PAPERS = {"A4", "B1", "B2", "B3", *(f"H{number}" for number in range(1, 8))}
 # A word that is a router's name and also something else, or a default: (part or module, word).
 NOT_A_ROUTER = {
@@ -297,9 +298,13 @@ def with_parents(name: str) -> list[str]:
     return [".".join(parts[: count + 1]) for count in range(len(parts))]
 
 
+def is_room(name: str, rooms: str) -> bool:
+    """Whether the module is lab.figures or lab.figures_losses, of the rooms "figures"."""
+    return re.fullmatch(rf"({rooms})(_\w+)?", name.split(".")[-1]) is not None
+
+
 def is_torch_free(name: str, tree: Tree) -> bool:
-    stem = name.split(".")[-1]
-    room = stem == "tables" or re.fullmatch(r"(figures|report)(_\w+)?", stem) is not None
+    room = name.endswith(".tables") or is_room(name, "figures|report")
     return room or part_of(name) in {"plotting", "reporting"} or name in verb_modules(tree)
 
 
@@ -309,6 +314,17 @@ def verb_modules(tree: Tree) -> set[str]:
         return set()
     texts = [constant(node) or "" for node in ast.walk(tree["moescope.verbs"].syntax)]
     return {text.split(":")[0] for text in texts if re.fullmatch(r"[\w.]+:[A-Z_]+", text)}
+
+
+def computed_nowhere(tree: Tree) -> Iterator[Breach]:
+    """Figures and reports show columns: none imports what computes numbers, also not inside a function."""
+    for module in tree.values():
+        if not (is_room(module.name, "figures|report") or module.part in {"plotting", "reporting"}):
+            continue
+        for imported in module.imports:
+            if any(covers(pattern, imported.module) for pattern in COMPUTING):
+                message = f"line {imported.line} imports {imported.module}"
+                yield Breach(module.name, "figures compute nothing", message)
 
 
 def lazy_plotly(tree: Tree) -> Iterator[Breach]:
@@ -373,6 +389,7 @@ RULES: list[Callable[[Tree], Iterator[Breach]]] = [
     arrows,
     cycles,
     torch_free,
+    computed_nowhere,
     lazy_plotly,
     router_names,
     deletions,
@@ -531,6 +548,11 @@ BROKEN = {
         torch_free,
         {"verbs.py": 'VERBS = [("scan", "moescope.weights.verb:VERB")]', "weights/verb.py": "import torch"},
     ),
+    "a figure estimates": (
+        computed_nowhere,
+        {"lab/figures_a.py": "def draw():\n    from moescope.statistics import paired", "statistics.py": ""},
+    ),
+    "a report decomposes": (computed_nowhere, {"lab/report.py": "from scipy.linalg import svd"}),
     "plotly at the top": (lazy_plotly, {"plotting/style.py": "from plotly import graph_objects"}),
     "a router's name is compared": (router_names, {**ROUTERS, "lab/a.py": 'if router == "hash": pass'}),
     "a router's name is compared in reverse": (

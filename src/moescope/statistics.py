@@ -11,10 +11,10 @@ import numpy as np
 import scipy  # its parts are imported when they are used: they are slow to import
 from numpy.typing import NDArray
 
+from moescope.tables import FEWEST_DOCUMENTS
 from moescope.types import Array, Integers
 
 BUCKETS = 256  # documents are hashed into this many groups, so that memory does not grow with their number
-FEWEST_DOCUMENTS = 20
 FEWEST_PAIRED = 10  # documents of an interval of a ratio
 CONFIDENCE = 0.95
 LEVEL = 0.05

@@ -17,8 +17,8 @@ if TYPE_CHECKING:
     import pyarrow as pa
 
 SCHEMA_VERSION = 2
+FEWEST_DOCUMENTS = 20  # of an interval over documents: with fewer its columns are empty
 COLUMNS = b"moescope.columns"  # of a parquet file's metadata: the columns that it was written with
-
 
 Reference = str | float | None  # a column's name, or a number
 

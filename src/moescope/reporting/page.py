@@ -21,9 +21,21 @@ from moescope.reporting.pack import figure_payload, pack_text, packed, plain, sc
 from moescope.reporting.untrusted import visible
 from moescope.run import Run
 from moescope.tables import Column
-from moescope.verb import Drawable, Finding, KeyNumber, Measure, Section, Selection, Strip, Summary, Tables
+from moescope.verb import (
+    Drawable,
+    Figure,
+    Finding,
+    KeyNumber,
+    Measure,
+    Section,
+    Selection,
+    Strip,
+    Summary,
+    Tables,
+)
 
 DIGITS = 4  # of numbers in the map
+FIRST_SCREEN = 280  # height of a figure beside the map: it is seen without scrolling
 
 
 class Tab(NamedTuple):
@@ -225,7 +237,7 @@ class Page:
             "findings": [str(line) for line in section.findings],
             "facts": section.facts,
             "figures": [
-                self.figure_entry(f"{place}-{count}-{spec.name}", drawn(spec, tables, place))
+                self.figure_entry(f"{place}-{count}-{spec.name}", drawn(spec, tables, place), section.tab)
                 for count, (spec, tables) in enumerate(section.figures)
             ],
             "tables": [
@@ -237,10 +249,13 @@ class Page:
             "sections": [self.entry(inner, place, run, view) for inner in section.sections],
         }
 
-    def figure_entry(self, place: str, figure: dict[str, Any]) -> dict[str, Any]:
+    def figure_entry(self, place: str, figure: dict[str, Any], tab: str) -> dict[str, Any]:
+        """Keep a figure's payload and return what a section tells of it."""
+        lower = tab == "overview" and figure["height"] == Figure.height
         return {
             "payload": self.keep(place, figure),
-            **{name: figure[name] for name in ("name", "title", "wide", "height")},
+            **{name: figure[name] for name in ("name", "title", "wide")},
+            "height": FIRST_SCREEN if lower else figure["height"],
         }
 
     def selectors(self) -> list[dict[str, Any]]:

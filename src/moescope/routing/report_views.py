@@ -14,8 +14,7 @@ from moescope.reporting.pack import plain, table_payload
 from moescope.reporting.untrusted import plot_words, token_words, visible
 from moescope.routing.tables import TABLES, TRACE_TABLES
 from moescope.run import Run
-from moescope.statistics import FEWEST_DOCUMENTS
-from moescope.tables import wrong_column
+from moescope.tables import FEWEST_DOCUMENTS, wrong_column
 from moescope.verb import Section, Tables
 
 SINGLE_TOKENS = ("tokens", "token_text")  # may be larger than memory; only the part that is shown is read

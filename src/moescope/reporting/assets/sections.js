@@ -22,7 +22,7 @@ M.sections = (() => {
 
   function figureSlot(entry, section) {
     const slot = later({ class: "figure-slot" + (entry.wide ? " wide" : ""), "data-figure": entry.name }, async (slot) => {
-      const figure = entry.payload ? await M.payload(entry.payload) : entry;
+      const figure = { ...(entry.payload ? await M.payload(entry.payload) : entry), height: entry.height };
       slot.replaceChildren(M.figures.element(M.versus.together(structuredClone(figure), await M.versus.counterpart(entry, section), section)));
     });
     if (entry.height) slot.style.setProperty("--height", entry.height + 74 + "px");  // drawn later: nothing below may jump
