@@ -111,7 +111,7 @@ BUDGETS = {
     "intervention": 1571,
     "lab": 4468,
     "plotting": 856,
-    "reporting": 687,
+    "reporting": 700,
     "root": 2045,
     "routing": 3609,
     "spectral": 1264,

@@ -48,7 +48,11 @@ class Column:
     least: Reference = None  # possible bounds: a number ends the axis, a column is a dotted line
     most: Reference = None
     most_label: str = "collapse"
+    sizes: Mapping[float, str] = field(default_factory=dict)  # least share of `most` -> word for the size
     interval: tuple[str, str] | None = None  # columns of its 95 % interval
+    corrected: tuple[str, str] | None = None  # of the estimate that the interval is of, and its chance level
+    # columns of what the most extreme of all rows read has by chance: its median, and what 5 % lie beyond
+    extreme: tuple[str, str] | None = None
     scale: Literal["linear", "log", "ratio"] = "linear"  # ratio: relative to chance, in doublings
     better: Literal["", "higher", "lower"] = ""
     few: str = ""  # a bool column: too little data to judge
@@ -72,6 +76,16 @@ class Column:
             "unit",
         )
         return {name: getattr(self, name) for name in names}
+
+    def share(self, value: float, most: float) -> float:
+        """Return the value's share of the way from the least possible value (0 if not known) to the most."""
+        least = float(self.least) if isinstance(self.least, int | float) else 0.0
+        return (value - least) / (most - least) if most > least else float("nan")
+
+    def size(self, value: float, most: float) -> str:
+        """Return the word for a value of this size; "" where the column has none or `most` is not known."""
+        share = self.share(value, most)
+        return next((word for least, word in sorted(self.sizes.items(), reverse=True) if share >= least), "")
 
     def axis(self, name: str) -> str:
         """Return the title of an axis that shows it: label and unit."""

@@ -72,7 +72,7 @@ def test_merged_models_of_other_families_load_without_a_word_and_generate(tmp_pa
         )
         assert (new.router_bias_E is None) == (fits[layer.layer].router_bias_K is None)
         assert (new.correction_bias_E is None) == (fits[layer.layer].correction_bias_K is None)
-    rescales = any("does not renormalise" in said for said in run.info["warnings"])
+    rescales = any("not renormalised" in said for said in run.info["warnings"])
     assert rescales == (kind == "olmoe")
     damage = run.table("damage").query("layer.notna()")
     assert damage["router_kl"].notna().all()

@@ -15,7 +15,7 @@ from moescope.routing.counts_to_tables import (
     Corpus,
     coactivation_columns,
     domain_columns,
-    domain_metric_rows,
+    domain_statistics,
     load_columns,
     metric_rows,
     separation_rows,
@@ -76,7 +76,7 @@ def by_metric(counts: LayerCounts, domain: str = "") -> dict[str, dict]:
     rows = [
         *metric_rows(counts, CORPUS, decisions=False),
         *separation_rows(counts, None),
-        *domain_metric_rows(counts, CORPUS, 0),
+        *domain_statistics([counts], CORPUS, 0)[0].rows,
     ]
     return {row["metric"]: row for row in rows if row["domain"] == domain}
 

@@ -198,7 +198,10 @@ def test_unused_experts_are_marked_and_layers_with_few_tokens_are_not_judged():
     assert rows["few"].tolist() == [False] * 4 + [True] * 4
     assert rows["claimed"].tolist() == [True] * 4 + [None] * 4
     layers = pd.DataFrame({"phase": "prefill", "domain": "", "metric": "cv", "tokens": [100, 100, 9]})
+    layers = layers.assign(top_k=2, n_experts=2)
     assert mark_few(layers)["few"].tolist() == [False, False, True]
+    # 99 tokens with 2 experts each are under five per expert of 40
+    assert mark_few(layers.assign(tokens=[100, 99, 99], n_experts=40))["few"].tolist() == [False, True, True]
 
 
 # --- co-activation

@@ -63,6 +63,20 @@ def test_intervals_of_many_experts_and_few_documents_cover_the_truth(shape):
     assert min(coverage.values()) >= 0.95 - 0.065, coverage
 
 
+def test_a_corrected_interval_stands_beside_the_chance_level_of_corrected_values():
+    """200 texts of independent tokens and even loads: most intervals exclude that of plain values."""
+    generator, excluded = np.random.default_rng(5), Counter[str]()
+    for _ in range(200):
+        rows = rows_of(generator.multinomial(100, np.full(16, 1 / 16), 40))
+        for name in ("cv", "gini", "load_entropy", "load_entropy_share"):
+            for level in ("chance", "corrected_chance"):
+                excluded[f"{name} {level}"] += (
+                    not rows[name]["low"] <= rows[name][level] <= rows[name]["high"]
+                )
+    assert excluded["load_entropy chance"] > 100
+    assert max(excluded[f"{name} corrected_chance"] for name in ("cv", "gini", "load_entropy")) <= 16
+
+
 @pytest.mark.parametrize("shape", ["even", "uneven"])
 def test_the_interval_of_the_load_balancing_loss_covers_the_truth(shape):
     """400 repetitions of 30 documents; nominal 0.95, three binomial standard deviations are 0.033."""

@@ -107,15 +107,15 @@ def test_findings_name_chance_and_collapse(html, traced_run):
     top = rows.loc[rows["value"].idxmax()]
     words = re.search(
         (
-            r"Load balance: worst in layer (\d), CV ([\d.]+) \[([\d.]+), ([\d.]+)\] "
-            r"\(random routing: ([\d.]+)\)"
+            r"worst in layer (\d), CV ([\d.]+) \(without the bias of few documents ([\d.]+) "
+            r"\[([\d.]+), ([\d.]+)\], even: 0\) \(random routing, most extreme of 3: ([\d.]+)\)"
         ),
         html,
     )
     assert words is not None
     numbers = [float(word) for word in words.groups()]
     assert numbers == pytest.approx(
-        [top[key] for key in ("layer", "value", "low", "high", "chance")], rel=6e-3
+        [top[key] for key in ("layer", "value", "corrected", "low", "high", "extreme_chance")], rel=6e-3
     )
     assert "Routing consistency of steps 100 and 200" in html
 

@@ -49,11 +49,21 @@ def test_overlap_is_the_jaccard_index_of_token_sets_weighted_by_use():
 @pytest.mark.parametrize(("n", "k"), [(6, 2), (8, 4)])
 def test_random_routing_gives_the_stated_chance_of_overlap_and_lift(n, k):
     pairs = pair_counts(random_choices(20_000, n, k), n)
-    assert expert_overlap(pairs) == pytest.approx(overlap_chance(n, k), rel=0.02)
+    assert expert_overlap(pairs) == pytest.approx(overlap_chance(20_000, n, k), rel=0.02)
     _, lift = coactivation(pairs, 20_000)
     off = lift[~np.eye(n, dtype=bool)]
     assert off.mean() == pytest.approx(chance_lift(n, k, k * (k - 1)), rel=0.01)
     assert chance_lift(n, k, k * (k - 1)) < 0.9, "so near 1 that 1 would pass too"
+
+
+@pytest.mark.parametrize(("tokens", "n", "k"), [(28, 128, 6), (10, 8, 2), (100, 16, 4)])
+def test_the_chance_of_overlap_holds_for_few_tokens(tokens, n, k):
+    """1,000 random texts; the formula of endless text, rho/(2 - rho), is half of it at 28 tokens."""
+    drawn = [expert_overlap(pair_counts(random_choices(tokens, n, k, seed), n)) for seed in range(1000)]
+    assert overlap_chance(tokens, n, k) == pytest.approx(np.mean(drawn), rel=0.01)
+    endless = (k - 1) / (2 * (n - 1) - (k - 1))
+    assert overlap_chance(10**9, n, k) == pytest.approx(endless, rel=1e-6)
+    assert (tokens, n, k) != (28, 128, 6) or np.mean(drawn) > 1.9 * endless
 
 
 @pytest.mark.parametrize(("n", "k"), [(8, 3), (64, 2), (64, 8)])

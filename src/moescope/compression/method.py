@@ -76,6 +76,6 @@ def rescaling_warnings(action: str, scales: Sequence[float]) -> list[str]:
     if abs(mean - 1) <= RESCALED:
         return []
     return [
-        f"this family does not renormalise gates: {action} multiplies their sum by {mean:.3g} on average "
-        f"({min(scales):.3g} to {max(scales):.3g} over layers)"
+        f"gates are not renormalised over the chosen experts (norm_topk_prob: false): {action} multiplies "
+        f"their sum by {mean:.3g} on average ({min(scales):.3g} to {max(scales):.3g} over layers)"
     ]

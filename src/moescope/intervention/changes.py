@@ -430,7 +430,8 @@ INTERVENTIONS: tuple[Intervention, ...] = (
     ),
     Intervention(
         "uniform_router",
-        "each token's logits are permuted at random: uniform choices, gates of unchanged size",
+        "each token's logits are permuted at random: uniform choices; gates keep their size where the router "
+        "has no groups of experts",
         "control: what zero_router is often taken for",
         kinds.uniform_router,
         (DRAW,),

@@ -63,7 +63,8 @@ REFERENCES = ("chance", "noise", "least", "most")
 def standard_rows(frame: pd.DataFrame, table: Table, name: str) -> pd.DataFrame:
     """Return the rows where a quantity is known, with what its column refers to.
 
-    The columns _value, _chance, _noise, _least, _most, _low, _high and _few stand beside the frame's own.
+    The columns _value, _chance, _noise, _least, _most, _low, _high and _few stand beside the frame's own; for
+    findings also _corrected, _corrected_chance, _extreme and _limit.
     """
     column = table.quantity(name)
     frame, source = known_rows(frame, table, name)
@@ -75,10 +76,14 @@ def standard_rows(frame: pd.DataFrame, table: Table, name: str) -> pd.DataFrame:
         return np.nan if reference is None else reference
 
     low, high = column.interval or (None, None)
+    corrected, corrected_chance = column.corrected or (None, None)
+    extreme, limit = column.extreme or (None, None)
     known = {f"_{word}": of(getattr(column, word)) for word in REFERENCES}
     known |= {
         f"_chance_{end}": of(name) for end, name in enumerate(column.chance_range or (column.chance,) * 2)
     }
+    known |= {"_corrected": of(corrected), "_corrected_chance": of(corrected_chance)}
+    known |= {"_extreme": of(extreme), "_limit": of(limit)}
     few = flags(frame[column.few]) if column.few in frame else False
     return frame.assign(_value=frame[source].astype(float), **known, _low=of(low), _high=of(high), _few=few)
 

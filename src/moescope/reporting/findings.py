@@ -1,9 +1,10 @@
 """Findings and key numbers as specs: which rows, which of them, which words.
 
-A text's fields are the leading row's columns, and: value, interval, chance (with its label), place (layer 3,
-expert 5), span (over all rows), count and total (rows that it is about, of all), count_of_total ("all 3", or
-"2 of 3"), rows (their layers, or the first places), groups (the leading row per group), first and last (the
-value there, with its step). A number prints with three digits.
+A text's fields are the leading row's columns, and: value, interval, chance (with its label), size (a word and
+the share of the largest possible value; first of all whether it is distinguishable from chance), place (layer
+3, expert 5), span and most (over all rows), count and total (rows that it is about, of all), count_of_total
+("all 3", or "2 of 3"), rows (their layers, or the first places), groups (the leading row per group), first
+and last (the value there, with its step). A number prints with three digits.
 """
 
 from __future__ import annotations
@@ -19,9 +20,10 @@ import pandas as pd
 from moescope.plotting.colour import BOUND
 from moescope.plotting.marks import chosen, flags, place, standard_rows, value_text
 from moescope.plotting.style import capital, listed, named_layers, number, span
-from moescope.tables import Table
+from moescope.tables import Column, Table
 from moescope.verb import Finding, KeyNumber, Tables
 
+EXTREMES = ("worst", "largest", "smallest")  # rows that lead because no other is further out
 NAMED = 5  # rows that a sentence spells out
 KEYS = ("layer", "expert", "expert_a", "expert_b", "domain")  # that say where a row is
 Schema = Mapping[str, Table]
@@ -106,10 +108,44 @@ class Number(Rows):
 
 
 def beyond(rows: pd.DataFrame) -> pd.Series:
-    """Return whether a value lies outside chance: by its own interval, else by the noise at chance."""
-    by_interval = (rows["_low"] > rows["_chance"]) | (rows["_high"] < rows["_chance"])
+    """Return whether a value lies outside chance: by its own interval, else by the noise at chance.
+
+    The interval of a corrected value is compared with the chance level of corrected ones. Where it is known
+    what the most extreme of all rows reaches by chance, a value must lie beyond that too.
+    """
+    level = rows["_corrected_chance"].fillna(rows["_chance"])
+    by_interval = (rows["_low"] > level) | (rows["_high"] < level)
     by_noise = (rows["_value"] - rows["_chance"]).abs() > BOUND * rows["_noise"]
-    return by_interval.where(rows["_low"].notna(), by_noise)
+    alone = by_interval.where(rows["_low"].notna(), by_noise | rows["_noise"].isna())
+    up = rows["_limit"] >= rows["_extreme"]
+    past = (rows["_value"] > rows["_limit"]).where(up, rows["_value"] < rows["_limit"])
+    unknown = rows["_low"].isna() & rows["_noise"].isna()
+    return (alone & past).where(rows["_limit"].notna(), alone & ~unknown)
+
+
+def judged(rows: pd.DataFrame) -> pd.Series:
+    """Return whether it is known if a value lies outside chance."""
+    return rows["_chance"].notna() & rows[["_low", "_noise", "_limit"]].notna().any(axis=1)
+
+
+def level_of(spec: Rows, top: pd.Series, rows: pd.DataFrame, column: Column) -> tuple[float, str]:
+    """Return the chance level of the leading row and what it is; of an extreme row that of the extreme."""
+    if spec.pick in EXTREMES and len(rows) > 1 and pd.notna(top["_extreme"]):
+        return float(top["_extreme"]), f"{column.chance_label}, most extreme of {len(rows):,}"
+    return float(top["_chance"]), column.chance_label
+
+
+def size_of(row: pd.DataFrame, column: Column) -> str:
+    """Return whether a row is distinguishable from chance, and if so how large its value is.
+
+    "not distinguishable from chance", or "weak (7 % of the largest possible)".
+    """
+    if judged(row).iloc[0] and not beyond(row).iloc[0]:
+        return "not distinguishable from chance"
+    value, most = row["_value"].iloc[0], row["_most"].iloc[0]
+    word, percent = column.size(value, most), 100 * column.share(value, most)
+    shown = f"{percent:.2g}" if percent >= 0.1 else "under 0.1"
+    return f"{word} ({shown} % of {column.most_label})" if word else ""
 
 
 def place_of(row: pd.Series, table: Table) -> str:
@@ -120,8 +156,13 @@ def place_of(row: pd.Series, table: Table) -> str:
 def fields(spec: Said, counted: pd.DataFrame, rows: pd.DataFrame, table: Table) -> dict[str, Any]:
     """Return what a sentence may name."""
     column = table.quantity(spec.column)
-    top = counted.iloc[0] if len(counted) else rows.iloc[0]
-    low, high = top["_low"], top["_high"]
+    lead = (counted if len(counted) else rows).iloc[:1]
+    top = lead.iloc[0]
+    level, label = level_of(spec, top, rows, column)
+    interval = f" [{number(top['_low'])}, {number(top['_high'])}]" if pd.notna(top["_low"]) else ""
+    if pd.notna(top["_corrected_chance"]):
+        words = f"{number(top['_corrected'])}{interval}, even: {number(top['_corrected_chance'])}"
+        interval = f" (without the bias of few documents {words})" if interval else ""
     names = [place_of(row, table) for _, row in counted.head(NAMED).iterrows()]
     more = [f"{len(counted) - NAMED} more"] if len(counted) > NAMED else []
     layers = (
@@ -141,10 +182,12 @@ def fields(spec: Said, counted: pd.DataFrame, rows: pd.DataFrame, table: Table) 
         **in_words(top, table),
         **steps,
         "value": top["_value"],
-        "chance": f"{column.chance_label}: {number(top['_chance'])}",
-        "interval": f" [{number(low)}, {number(high)}]" if pd.notna(low) else "",
+        "chance": f"{label}: {number(level)}",
+        "interval": interval,
+        "size": size_of(lead, column),
         "place": place_of(top, table),
         "span": span(rows["_value"]),
+        "most": rows["_value"].max(),
         "count": len(counted),
         "count_of_total": f"all {len(rows):,}"
         if len(counted) == len(rows) > 1
@@ -208,13 +251,16 @@ def key_number(spec: Number, tables: Tables, schema: Schema) -> KeyNumber | None
         expected = 0.05 * len(rows) if spec.only == "beyond" else None
         of = f"of {len(rows):,} {spec.of}"
         return KeyNumber(name, len(counted), expected, of, reference="by chance", most=float(len(rows)))
-    known = pd.notna(top["_chance"]) and (pd.notna(top["_low"]) or pd.notna(top["_noise"]))
-    word = ("beyond chance" if beyond(counted.iloc[:1]).iloc[0] else "at chance") if known else ""
+    lead = counted.iloc[:1] if len(counted) else rows.iloc[:1]
+    word = ""
+    if judged(lead).iloc[0]:
+        word = (size_of(lead, column) or "beyond chance") if beyond(lead).iloc[0] else "at chance"
     keys = [key for key in ("layer", "expert") if pd.notna(top.get(key))]
     where = place(top, schema[spec.table], *keys) if len(rows) > 1 else ""
-    level, most = (None if pd.isna(top[name]) else float(top[name]) for name in ("_chance", "_most"))
+    chance, label = level_of(spec, top, rows, column)
+    level, most = (None if pd.isna(bound) else float(bound) for bound in (chance, top["_most"]))
     words = ", ".join(filter(None, (word, where)))
-    return KeyNumber(name, float(top["_value"]), level, column.unit, words, column.chance_label, most)
+    return KeyNumber(name, float(top["_value"]), level, column.unit, words, label, most)
 
 
 def key_numbers(specs: Iterable[Number], tables: Tables, schema: Schema) -> list[KeyNumber]:

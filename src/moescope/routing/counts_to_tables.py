@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from moescope.routing.expert_maps import DRAWN_FROM, coactivation_order, expert_maps, map_facts
 from moescope.routing.load_balance import (
@@ -15,8 +16,10 @@ from moescope.routing.load_balance import (
     Setting,
     balancing_loss,
     balancing_loss_interval,
+    busiest_quantile,
     divide,
     gate_relative_std,
+    load_entropy,
     load_noise,
     lorenz,
 )
@@ -36,14 +39,15 @@ from moescope.routing.separation import (
     chance_lift,
     coactivation,
     expected_pairs,
-    largest_normal,
+    largest_pair,
     pair_cosines,
+    pair_p,
 )
 from moescope.routing.specialisation import (
+    PERMUTATIONS,
     affinity,
     affinity_interval,
-    by_domain,
-    domain_information,
+    affinity_z,
     domain_shares,
     information,
     permuted_tables,
@@ -51,12 +55,13 @@ from moescope.routing.specialisation import (
 )
 from moescope.routing.tables import TABLES
 from moescope.routing.token_sample import Contexts, Probe, TokenText
-from moescope.routing.vocabulary import Vocabulary
+from moescope.routing.vocabulary import Measured, Vocabulary
 from moescope.spectral.lapack import one_blas_thread
 from moescope.statistics import (
     FEWEST_DOCUMENTS,
     LEVEL,
     NOT_AVAILABLE,
+    ROUNDING,
     Interval,
     clip_share,
     holm,
@@ -69,7 +74,9 @@ if TYPE_CHECKING:
 
     from moescope.routing.counts import LayerCounts
 
+PHASES = ("prefill", "decode")
 FEW = 0.1  # of the median layer's tokens: a layer with fewer is not compared with the others
+FEWEST_LAYERS = 3  # whose values by chance have a spread
 THREADS = 4  # of the vocabulary; each holds a few arrays of the sample's choices
 Row = dict[str, Any]
 STEP_TABLES = (
@@ -143,6 +150,14 @@ class Traced:
             return pd.DataFrame(join_columns(parts) if columns else parts, columns=[*TABLES[table].columns])
 
         main = self.main()
+        phases = [[counts for counts in self.counts if counts.phase == phase] for phase in PHASES]
+        domains = {
+            (counts.phase, counts.layer): told
+            for layers in phases
+            for counts, told in zip(layers, domain_statistics(layers, self.corpus, seed), strict=True)
+        }
+        experts = sum(counts.n_experts for counts in main)
+        pairs_read = sum(counts.n_experts * (counts.n_experts - 1) // 2 for counts in main)
         # small matrices: threads of BLAS would only wait for each other
         with one_blas_thread("numpy"), ThreadPoolExecutor(THREADS) as pool:
             words = []
@@ -154,29 +169,33 @@ class Traced:
             for counts in self.counts:
                 add("load", counts, [load_columns(counts, self.corpus, self.has_gates)])
                 if counts.tokens:
-                    add("load_totals", counts, [load_total_columns(counts, self.has_gates)])
+                    add("load_totals", counts, [load_total_columns(counts, self.has_gates, experts)])
                 known = self.has_gates, self.has_logits, self.has_tokens, self.has_slots
-                add("routing_layers", counts, metric_rows(counts, self.corpus, *known))
+                add("routing_layers", counts, metric_rows(counts, self.corpus, *known, layers=len(main)))
                 if self.has_tokens:
                     add("routing_layers", counts, separation_rows(counts, self.routers.get(counts.layer)))
-                add("routing_layers", counts, domain_metric_rows(counts, self.corpus, seed))
+                add("routing_layers", counts, domains[counts.phase, counts.layer].rows)
             contexts = self.context_rows()
             for counts in main:
                 if len(self.corpus.domains) > 1:
-                    add("domains", counts, [domain_columns(counts, self.corpus)])
+                    p_ME = domains[counts.phase, counts.layer].p_ME
+                    add("domains", counts, [domain_columns(counts, self.corpus, p_ME)])
                 add("contexts", counts, contexts.get(counts.layer, []))
                 for of, vectors in (("router", self.routers), ("outputs", self.outputs)):
                     if counts.layer in vectors:
                         add("expert_cosines", counts, [expert_cosine_columns(of, vectors[counts.layer])])
                 if counts.k > 1 and self.has_tokens:
-                    add("coactivation", counts, [coactivation_columns(counts)])
+                    add("coactivation", counts, [coactivation_columns(counts, pairs_read)])
             pairs = {name: frame(name) for name in ("coactivation", "expert_cosines")}
             found["maps"] = expert_maps(pairs, maps)
+            by_chance = extreme_of_layers([made.result()[0] for _, made in words])
             for counts, made in words:
                 measured, parts = made.result()
                 columns = join_columns(parts)
                 layer = layer_columns(counts, tokens=len(vocabulary.probe.ids_T))
-                add("routing_layers", counts, ({**layer, **row(*metric)} for metric in measured))
+                bounds = {"token_information": {**by_chance, "largest": float(load_entropy(counts.load_E))}}
+                lines = ({**layer, **row(*metric), **bounds.get(metric[0], {})} for metric in measured)
+                add("routing_layers", counts, lines)
                 ids, places = np.unique(columns["token_id"], return_inverse=True)
                 texts = np.array([self.text.of(token) for token in ids.tolist()], dtype=object)
                 add("vocabulary", counts, [{**columns, "token": texts[places]}])
@@ -294,10 +313,11 @@ def load_columns(counts: LayerCounts, corpus: Corpus, gates: bool = True) -> dic
     }
 
 
-def load_total_columns(counts: LayerCounts, gates: bool = True) -> dict[str, Any]:
+def load_total_columns(counts: LayerCounts, gates: bool = True, experts: int | None = None) -> dict[str, Any]:
     """Return the columns of the load_totals table: every expert against an even share, all domains together.
 
-    `p` is of a load that differs from it; `load_totals` judges it.
+    `p` is of a load that differs from it; `load_totals` judges it. `experts` is the number of experts of all
+    layers, by default this layer's.
     """
     load_E, n = counts.load_E, counts.n_experts
     cells_CE = counts.counts_MBE.reshape(-1, n).astype(float)
@@ -305,7 +325,9 @@ def load_total_columns(counts: LayerCounts, gates: bool = True) -> dict[str, Any
     even = load_E.mean()
     noise_E, p_E = load_noise(cells_CE, labels_C, counts.tokens)
     rank_E = np.argsort(np.argsort(-load_E, kind="stable"), kind="stable")
-    draws = Setting(counts.tokens, n, counts.mean_k).draws if even else np.zeros((1, n))
+    setting = Setting(counts.tokens, n, counts.mean_k)
+    draws = setting.draws if even else np.zeros((1, n))
+    looks = (experts or n) / n
     weight_E = counts.gate_weight_MBE.sum((0, 1))
     return {
         "phase": counts.phase,
@@ -322,6 +344,8 @@ def load_total_columns(counts: LayerCounts, gates: bool = True) -> dict[str, Any
         "reference": rank_E == (n - 1) // 2,
         "unused": load_E == 0,
         "few": bool(even < FEWEST_EXPECTED),
+        "busiest_by_chance": busiest_quantile(setting, 0.5 ** (1 / looks)),
+        "busiest_limit": busiest_quantile(setting, (1 - LEVEL) ** (1 / looks)),
         "p": p_E,
     }
 
@@ -340,12 +364,14 @@ def load_totals(layers: list[Row]) -> pd.DataFrame:
 
 
 def mark_few(rows: pd.DataFrame) -> pd.DataFrame:
-    """Mark the layers with less than a tenth of the median layer's tokens: loads are uneven there by chance.
+    """Mark the layers with too few tokens: under five per expert, or under a tenth of the median layer's.
 
-    A prefill may end with a single token in the last layer.
+    Loads are uneven there by chance. A prefill may end with a single token in the last layer.
     """
     keys = [rows[name] for name in ("phase", "domain", "metric")]
-    return rows.assign(few=rows["tokens"] < FEW * rows["tokens"].groupby(keys).transform("median"))
+    fewest = FEW * rows["tokens"].groupby(keys).transform("median")
+    expected = rows["tokens"] * rows["top_k"] / rows["n_experts"]
+    return rows.assign(few=(rows["tokens"] < fewest) | (expected < FEWEST_EXPECTED))
 
 
 def metric_rows(
@@ -355,10 +381,12 @@ def metric_rows(
     decisions: bool = True,
     order: bool = True,
     slots: bool = True,
+    layers: int = 1,
 ) -> Iterator[Row]:
     """Yield the metrics of all domains together, and of each where there are several.
 
-    `gates`, `decisions`, `order` (of the tokens) and (empty) `slots` say which were counted.
+    `gates`, `decisions`, `order` (of the tokens) and (empty) `slots` say which were counted, `layers` of how
+    many the most extreme leads.
     """
     documents_M = corpus.documents_of(counts)
     scopes = [("", slice(None), sum(documents_M))]
@@ -367,7 +395,7 @@ def metric_rows(
         scopes += [(name, slice(at, at + 1), documents) for at, (name, documents) in enumerate(each)]
     for domain, where, documents in scopes:
         if counts.sums("tokens")[where].sum():
-            scope = Scope(counts, domain, where, documents)
+            scope = Scope(counts, domain, where, documents, layers)
             yield from scope.load()
             yield from scope.means([DROPPED] if slots and scope.loses_slots else [])
             yield from scope.means(SEQUENCE if order else [])
@@ -379,7 +407,7 @@ def metric_rows(
 class Scope:
     """One layer's counts over some domains, by bucket."""
 
-    def __init__(self, counts: LayerCounts, domain: str, where: slice, documents: int):
+    def __init__(self, counts: LayerCounts, domain: str, where: slice, documents: int, layers: int):
         self.counts, self.domain, self.where, self.documents = counts, domain, where, documents
         self.load_BE = counts.counts_MBE[where].sum(0).astype(float)
         tokens, k = int(self.total("tokens")), self.total("assigned") / self.total("tokens")
@@ -389,7 +417,15 @@ class Scope:
             chosen = first_E.sum()
             choices = float(divide(np.asarray(self.total("assigned")), chosen))
             same_first = float(divide((first_E * (first_E - 1)).sum(), chosen * (chosen - 1)))
-        self.setting = Setting(tokens, counts.n_experts, k, choices=choices, same_first=same_first)
+        self.setting = Setting(
+            tokens,
+            counts.n_experts,
+            k,
+            choices=choices,
+            same_first=same_first,
+            neighbours=self.total("neighbours"),
+            layers=layers,
+        )
 
     def sums(self, name: str) -> Array:
         return np.asarray(self.counts.sums(name)[self.where].sum(0))
@@ -472,8 +508,11 @@ def separation_rows(counts: LayerCounts, router_ED: Array | None) -> Iterator[Ro
         yield {**layer_columns(counts), **metric.row(setting, metric.value(values))}
 
 
-def coactivation_columns(counts: LayerCounts) -> dict[str, Any]:
-    """Return the columns of the coactivation table: every ordered pair of different experts."""
+def coactivation_columns(counts: LayerCounts, pairs: int | None = None) -> dict[str, Any]:
+    """Return the columns of the coactivation table: every ordered pair of different experts.
+
+    `pairs` is the number of unordered pairs of all layers, by default this layer's.
+    """
     n, tokens = counts.n_experts, counts.tokens
     assert counts.pairs_EE is not None
     a, b = np.nonzero(~np.eye(n, dtype=bool))
@@ -482,7 +521,8 @@ def coactivation_columns(counts: LayerCounts) -> dict[str, Any]:
     chance = chance_lift(n, counts.mean_k, counts.mean_pairs)
     expected_EE, noise_EE = expected_pairs(tokens_E, tokens, chance)
     over_EE = divide(lift_EE, np.asarray(chance))
-    few_EE = ~(expected_EE >= FEWEST_EXPECTED)
+    few_EE, pairs = ~(expected_EE >= FEWEST_EXPECTED), pairs or n * (n - 1) // 2
+    p_EE = pair_p(counts.pairs_EE, expected_EE, noise_EE)
     place_E = np.argsort(coactivation_order(np.where(expected_EE >= DRAWN_FROM, over_EE, np.nan)))
     return {
         "expert_a": a,
@@ -497,11 +537,17 @@ def coactivation_columns(counts: LayerCounts) -> dict[str, Any]:
         "expected": expected_EE[a, b],
         "over": over_EE[a, b],
         "over_noise": noise_EE[a, b],
-        "largest_by_chance": 1 + largest_normal((~few_EE[a, b]).sum() // 2) * noise_EE[a, b],
+        "largest_by_chance": largest_pair(pairs, expected_EE[a, b], noise_EE[a, b]),
         "few": few_EE[a, b],
+        "claimed": flags(p_EE[a, b] * pairs < LEVEL, ~few_EE[a, b]),
         "place_a": place_E[a],
         "place_b": place_E[b],
     }
+
+
+def flags(values: NDArray[np.bool_], known: NDArray[np.bool_]) -> NDArray[Any]:
+    """Return a bool column, null where it is not known."""
+    return np.where(known, values.astype(object), np.array(None, dtype=object))
 
 
 def expert_cosine_columns(of: str, rows_ED: Array) -> dict[str, Any]:
@@ -515,33 +561,96 @@ def expert_cosine_columns(of: str, rows_ED: Array) -> dict[str, Any]:
 # --- domains
 
 
-def domain_metric_rows(counts: LayerCounts, corpus: Corpus, seed: int) -> Iterator[Row]:
-    """Yield purity and I(expert; domain); nothing for one domain, or one document per domain."""
-    n_domains = len(corpus.domains)
-    if n_domains < 2 or corpus.single_documents or not counts.sums("assigned").sum():
-        return
-    filled_MB = counts.sums("tokens") > 0  # cells: groups of documents that stay together in permutations
-    cells_CE, labels_C = counts.counts_MBE[filled_MB].astype(float), np.nonzero(filled_MB)[0]
-    permuted_PME = permuted_tables(cells_CE, labels_C, n_domains, seed)
-    value = domain_information(cells_CE, labels_C, n_domains, seed)
-    documents = sum(corpus.documents_of(counts))
+@dataclass
+class DomainStatistics:
+    """Rows of purity and I(expert; domain), and p of every affinity; empty where documents tell nothing."""
+
+    rows: list[Row] = field(default_factory=list)
+    p_ME: Array | None = None
+    z_ME: Array | None = None  # of the affinities, NaN where there are too few tokens
+
+
+def domain_statistics(layers: Sequence[LayerCounts], corpus: Corpus, seed: int) -> list[DomainStatistics]:
+    """Return what each layer of a phase says of domains, corrected for all experts, layers and domains.
+
+    Documents' labels are permuted alike in all layers. An affinity's p is the share of permutations whose
+    largest |z| over all cells is at least its own (max statistic). Empty for one domain, or one document per
+    domain.
+    """
+    told, most_information, most_z = [], np.full(PERMUTATIONS, -np.inf), np.full(PERMUTATIONS + 1, -np.inf)
+    for counts in layers:
+        if len(corpus.domains) < 2 or corpus.single_documents or not counts.sums("assigned").sum():
+            told.append(DomainStatistics())
+            continue
+        filled_MB = counts.sums("tokens") > 0  # cells: groups of documents that stay together
+        cells_CE, labels_C = counts.counts_MBE[filled_MB].astype(float), np.nonzero(filled_MB)[0]
+        text_ME = counts.counts_MBE.sum(1).astype(float)
+        permuted_PME = permuted_tables(cells_CE, labels_C, len(text_ME), seed)
+        information_P = information(permuted_PME)
+        z_PME = affinity_z(np.concatenate([text_ME[None], permuted_PME]))
+        z_PME[..., too_few(counts)] = np.nan
+        told.append(
+            DomainStatistics(domain_metric_rows(counts, corpus, permuted_PME, information_P), z_ME=z_PME[0])
+        )
+        most_information = np.fmax(most_information, information_P - information_P.mean())
+        most_z = np.fmax(most_z, np.fmax.reduce(z_PME, axis=(1, 2)))
+    for one in told:
+        if one.z_ME is not None:
+            for name, q in (("extreme_chance", 0.5), ("extreme_limit", 1 - LEVEL)):
+                one.rows[0][name] = float(np.quantile(most_information, q))
+            reached_ME = (most_z[:, None, None] >= one.z_ME - ROUNDING).mean(0)
+            one.p_ME = np.where(np.isnan(one.z_ME), np.nan, reached_ME)
+    return told
+
+
+def too_few(counts: LayerCounts) -> Array:
+    """Whether experts have fewer tokens than five per domain."""
+    return np.asarray(counts.load_E < FEWEST_EXPECTED * len(counts.counts_MBE))
+
+
+def domain_metric_rows(
+    counts: LayerCounts, corpus: Corpus, permuted_PME: Array, information_P: Array
+) -> list[Row]:
+    """Return I(expert; domain) and purity."""
+    documents, layer = sum(corpus.documents_of(counts)), layer_columns(counts)
     by_bucket_BME = counts.counts_MBE.transpose(1, 0, 2).astype(float)
+    table_ME = by_bucket_BME.sum(0)
+    value = float(information(table_ME) - information_P.mean())
     interval = jackknife_interval(by_bucket_BME, information, documents, centre=value)
-    yield {**layer_columns(counts), **row("domain_information", value, 0.0, 0.0, interval)}
+    largest = float(load_entropy(table_ME.sum(1)))
+    told = {**layer, **row("domain_information", value, 0.0, 0.0, interval), "largest": largest}
     full = permuted_PME.sum(-1).all(-1)  # a domain without a token has no shares
     chance = float(purity(permuted_PME[full]).mean()) if full.any() else np.nan
     interval = clip_share(jackknife_interval(by_bucket_BME, purity, documents))
-    value = float(purity(by_domain(cells_CE, labels_C, n_domains)))
-    yield {**layer_columns(counts), **row("purity", value, chance, 1 / n_domains, interval)}
+    levels = chance, 1 / len(table_ME), interval
+    return [told, {**layer, **row("purity", float(purity(table_ME)), *levels)}]
 
 
-def domain_columns(counts: LayerCounts, corpus: Corpus) -> dict[str, Any]:
-    """Return the columns of the domains table."""
+def extreme_of_layers(measured: Sequence[Sequence[Measured]]) -> Row:
+    """Return what the largest I(expert; token) of all layers reaches by chance; nothing under three layers.
+
+    Each layer has one value with permuted tokens: the levels are the bounds of as many new ones, by Student's
+    t.
+    """
+    from scipy.special import stdtrit
+
+    chance = np.array([m[2] for layer in measured for m in layer if m[0] == "token_information"])
+    if len(chance) < FEWEST_LAYERS:
+        return {}
+    spread = chance.std(ddof=1) * np.sqrt(1 + 1 / len(chance))
+    each = {"extreme_chance": 0.5, "extreme_limit": 1 - LEVEL}
+    quantiles = {name: stdtrit(len(chance) - 1, q ** (1 / len(chance))) for name, q in each.items()}
+    return {name: float(chance.mean() + t * spread) for name, t in quantiles.items()}
+
+
+def domain_columns(counts: LayerCounts, corpus: Corpus, p_ME: Array | None = None) -> dict[str, Any]:
+    """Return the columns of the domains table; `p_ME` is corrected for all cells of all layers."""
     domains, n = len(corpus.domains), counts.n_experts
     table_ME = counts.counts_MBE.sum(1)
     limits = affinity_interval(counts.counts_MBE.astype(float), corpus.documents_of(counts))
     low_ME, high_ME, noise_ME = limits
-    few_E = table_ME.sum(0) < FEWEST_EXPECTED * domains
+    few_E = too_few(counts)
+    p = np.full(n * domains, np.nan) if p_ME is None else p_ME.T.reshape(-1)
     return {
         "expert": np.repeat(np.arange(n), domains),
         "domain": np.tile(np.array(corpus.domains, dtype=object), n),
@@ -553,4 +662,6 @@ def domain_columns(counts: LayerCounts, corpus: Corpus) -> dict[str, Any]:
         "share_chance": 1 / domains,
         "affinity_noise": noise_ME.T.reshape(-1),
         "few": np.repeat(few_E, domains),
+        "affinity_p": p,
+        "claimed": flags(p < LEVEL, ~np.isnan(p)),
     }

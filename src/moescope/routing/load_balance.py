@@ -233,6 +233,8 @@ class Setting:
     choices: float = float("nan")  # mean number of experts of the tokens that have one
     d_model: int = 0
     same_first: float = float("nan")  # probability that two independent tokens have the same first choice
+    neighbours: float = float("nan")  # pairs of adjacent tokens
+    layers: int = 1  # layers that are read: the most extreme of them leads
 
     @property
     def k_at_collapse(self) -> float:
@@ -279,6 +281,47 @@ def gate_relative_std(n_experts: int, gates: float, gates_squared: float, token_
     """
     variance = max(gates_squared / n_experts - token_sums_squared / n_experts**2, 0.0)
     return float(np.sqrt(variance) / (gates / n_experts)) if gates > 0 else np.nan
+
+
+# --- quantiles under random routing, for the most extreme of several layers
+
+
+def cv_quantile(setting: Setting, q: float) -> float:
+    """Quantile of cv: (n - 1) cv^2 over its mean is chi-squared with n - 1 degrees of freedom."""
+    from scipy.special import chdtri
+
+    degrees = max(setting.n_experts - 1, 1)
+    return float(setting.relative_std * np.sqrt(chdtri(degrees, 1 - q) / degrees))
+
+
+def busiest_quantile(setting: Setting, q: float) -> float:
+    """Quantile of max_over_mean, as if experts were independent, which is hardly too large.
+
+    Their counts are binomial and negatively associated (Joag-Dev and Proschan 1983).
+    """
+    from scipy.special import bdtrik
+
+    share = min(setting.k / setting.n_experts, 1.0)
+    if not share * setting.tokens:
+        return float("nan")
+    most = bdtrik(q ** (1 / setting.n_experts), setting.tokens, share) if share < 1 else setting.tokens
+    return float(np.ceil(most) / (share * setting.tokens))
+
+
+def unused_quantile(setting: Setting, q: float) -> float:
+    """Quantile of the share of unused experts, of independent experts."""
+    from scipy.stats import binom
+
+    n = setting.n_experts
+    return float(binom.ppf(q, n, (1 - min(setting.k / n, 1.0)) ** setting.tokens) / n)
+
+
+def same_first_quantile(setting: Setting, q: float) -> float:
+    """Quantile of the share of adjacent independent tokens with the same first choice."""
+    from scipy.special import ndtri
+
+    p = setting.same_first
+    return float(p + ndtri(q) * np.sqrt(p * (1 - p) / max(setting.neighbours, 1)))
 
 
 @lru_cache(maxsize=256)

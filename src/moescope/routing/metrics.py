@@ -6,21 +6,24 @@ p the router's probabilities.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import numpy as np
 
 from moescope.routing import decision, load_balance, separation, specialisation, vocabulary
 from moescope.routing.load_balance import Setting, jaccard_chance
-from moescope.statistics import NOT_AVAILABLE, Interval
+from moescope.statistics import LEVEL, NOT_AVAILABLE, Interval
 from moescope.tables import Column, Reference
 from moescope.types import Array
 
 Level = Callable[[Setting], float]
 Levels = tuple[str, str, str]  # in words: worst, at chance, best
 PURPOSE = "depends on the purpose"
+# a value's share of the largest possible one -> the word for its size
+EVENNESS = {0.0: "even", 0.05: "slightly uneven", 0.2: "uneven", 0.8: "collapsed"}
+DEPENDENCE = {0.0: "negligible", 0.02: "weak", 0.1: "clear", 0.3: "strong"}
 CHANCE = {  # group of a metric -> what its chance level is, in figures and sentences
     "load": "random routing",
     "gate weight": "random routing",
@@ -85,6 +88,10 @@ class Metric:
     chance_label: str = ""  # what the chance level is; by default that of the group
     least: Reference = 0.0  # the end of its axis
     most: Reference = "collapse"  # drawn where it is a column
+    most_label: str = "collapse"
+    sizes: Mapping[float, str] = field(default_factory=dict)  # least share of `most` -> word
+    even: Level = unknown  # chance level of `corrected`, which has no bias
+    extreme: Callable[[Setting, float], float] | None = None  # quantile of the value by chance
     scale: Literal["linear", "log"] = "linear"
     better: Literal["", "higher", "lower"] = ""
 
@@ -93,7 +100,13 @@ class Metric:
         return float(self.function(values))
 
     def row(self, setting: Setting, value: float, interval: Interval = NOT_AVAILABLE) -> dict[str, Any]:
-        return row(self.name, value, self.chance(setting), self.collapse(setting), interval)
+        levels = row(self.name, value, self.chance(setting), self.collapse(setting), interval)
+        if np.isfinite(interval.corrected):
+            levels["corrected_chance"] = self.even(setting)
+        if self.extreme is not None:
+            each = {"extreme_chance": 0.5, "extreme_limit": 1 - LEVEL}
+            levels |= {name: self.extreme(setting, q ** (1 / setting.layers)) for name, q in each.items()}
+        return levels
 
     @property
     def column(self) -> Column:
@@ -107,7 +120,11 @@ class Metric:
             noise="chance_spread",
             least=self.least,
             most=self.most,
+            most_label=self.most_label,
+            sizes=self.sizes,
             interval=("low", "high"),
+            corrected=("corrected", "corrected_chance"),
+            extreme=("extreme_chance", "extreme_limit"),
             scale=self.scale,
             better=self.better,
             few="few",
@@ -150,6 +167,9 @@ LOAD = [
         "− 1, 0 where that is negative. "
         + f"{SIMULATED}; 90 % where one expert of 64 has a fifth of the load.",
         title="CV",
+        even=lambda s: 0.0,
+        extreme=load_balance.cv_quantile,
+        sizes=EVENNESS,
         scale="log",
     ),
     load_metric(
@@ -173,7 +193,9 @@ LOAD = [
         misleads=LARGEST,
         title="max/mean",
         unit="× mean load",
-        least=None,
+        least=1,
+        extreme=load_balance.busiest_quantile,
+        sizes=EVENNESS,
     ),
     load_metric(
         load_balance.gini,
@@ -183,6 +205,8 @@ LOAD = [
         collapse=lambda s: 1 - s.k_at_collapse / s.n_experts,
         interval=load_balance.gini_interval,
         title="Gini",
+        even=lambda s: 0.0,
+        sizes=EVENNESS,
         misleads=BIASED
         + "It is the mean of two values with opposite biases: the jackknife-corrected one, and one that "
         "orders the experts of each document by the other documents. " + f"{SIMULATED}.",
@@ -195,6 +219,7 @@ LOAD = [
         chance=lambda s: (1 - s.k / s.n_experts) ** s.tokens,
         collapse=lambda s: 1 - s.k_at_collapse / s.n_experts,
         misleads="It falls with the length of the text by itself, so it has no interval.",
+        extreme=load_balance.unused_quantile,
         title="unused experts",
         unit="share",
     ),
@@ -215,6 +240,7 @@ LOAD = [
         ("log k", f"{DRAWN}; about log n − (n − k)/(2 N k)", "log n"),
         collapse=lambda s: float(np.log(s.k_at_collapse)),
         interval=load_balance.entropy_interval(load_balance.load_entropy),
+        even=lambda s: float(np.log(s.n_experts)),
         unit="nats",
         title="load entropy",
         least=None,
@@ -228,6 +254,7 @@ LOAD = [
         ("log₂ k", "as load_entropy/log 2", "log₂ n"),
         collapse=lambda s: float(np.log2(s.k_at_collapse)),
         interval=load_balance.entropy_interval(load_balance.load_entropy_bits),
+        even=lambda s: float(np.log2(s.n_experts)),
         unit="bits",
         title="load entropy, bits",
         least=None,
@@ -241,6 +268,7 @@ LOAD = [
         ("log k/log n", "as load_entropy/log n", "1"),
         collapse=lambda s: float(np.log(s.k_at_collapse) / np.log(s.n_experts)) if s.n_experts > 1 else 1.0,
         interval=load_balance.entropy_interval(load_balance.load_entropy_share),
+        even=lambda s: 1.0,
         title="load entropy, share",
         least=None,
         better="higher",
@@ -255,6 +283,7 @@ GATE_WEIGHT = [
         meaning=f"Of gate weight instead of counts: {metric.meaning[0].lower()}{metric.meaning[1:]}",
         levels=(metric.levels[0], "the tokens’ own gates assigned to experts at random", metric.levels[2]),
         title=f"{metric.title or metric.name} of gate weight",
+        extreme=metric.extreme if metric.name == "cv" else None,  # others are quantiles of counts
     )
     for metric in LOAD
     if metric.name != "unused"  # the same experts, counted or weighted
@@ -345,6 +374,7 @@ BALANCING_LOSS = Metric(
     lambda s: 1.0,
     lambda s: s.n_experts / s.k_at_collapse,
     title="load-balancing loss",
+    even=lambda s: 1.0,
     least=None,
     better="lower",
     misleads=(
@@ -365,6 +395,7 @@ SEQUENCE = [
         ),
         chance=lambda s: s.same_first,
         collapse=lambda s: 1.0,
+        extreme=load_balance.same_first_quantile,
         sums=("same_first", "neighbours"),
         share=True,
         title="sequential consistency",
@@ -391,12 +422,12 @@ OVERLAP = Metric(
     "Σ cᵢ cⱼ Jᵢⱼ/Σ cᵢ cⱼ over pairs, J = |A ∩ B|/|A ∪ B|",
     (
         "1: the same experts for all tokens",
-        "P₂/(2 P₁ − P₂), P₁ = E[k]/n, P₂ = E[k(k − 1)]/(n(n − 1)); for equal k ρ/(2 − ρ), "
+        "E[cᵢ cⱼ Jᵢⱼ]/E[cᵢ cⱼ] of N random tokens; for endless text and equal k ρ/(2 − ρ), "
         "ρ = (k − 1)/(n − 1)",
         "0",
     ),
     separation.expert_overlap,
-    lambda s: separation.overlap_chance(s.n_experts, s.k, s.pairs),
+    lambda s: separation.overlap_chance(s.tokens, s.n_experts, s.k, s.pairs),
     lambda s: 1.0 if (s.k - 1 if s.pairs is None else s.pairs) > 0 else np.nan,
     title="expert overlap",
     misleads="Undefined for k = 1.",
@@ -478,7 +509,9 @@ SPECIALISATION = [
         lambda s: 0.0,
         unit="nats",
         title="I(expert; domain)",
-        most=None,
+        most="largest",
+        most_label="the largest possible",
+        sizes=DEPENDENCE,
     ),
     Metric(
         "token_information",
@@ -490,7 +523,9 @@ SPECIALISATION = [
         collapse=lambda s: 0.0,
         unit="nats",
         title="I(expert; token)",
-        most=None,
+        most="largest",
+        most_label="the largest possible",
+        sizes=DEPENDENCE,
         misleads="From a sample; run.json states its size.",
     ),
     *(

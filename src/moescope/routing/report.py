@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
-from dataclasses import replace
 from typing import Any
 
 import pandas as pd
@@ -37,7 +35,6 @@ from moescope.routing.tables import TABLES
 from moescope.run import Run
 from moescope.verb import (
     Finding,
-    KeyNumber,
     LayerCards,
     Measure,
     Payload,
@@ -63,22 +60,21 @@ NUMBERS = [
     Number(METRICS, "token_information", name="I(expert; token)"),
 ]
 FINDINGS = [
-    Said(METRICS, "cv", text="Load balance: worst in {place}, CV {value}{interval} ({chance}). All layers: {span}.", figure="balance_by_layer"),
-    Said("domains", "affinity", where="low == low", only="beyond", pick="largest", group="domain", text="Domain experts, times the mean domain's use: {groups} ({chance}; one of 40 lies above by chance).", otherwise="Domain experts: no domain uses an expert beyond chance more than the others do ({chance}).", tab="overview", colour="domain_affinity"),
-    Said("load_totals", "times_even", where="times_even_noise != times_even_noise", pick="largest", text="Busiest expert: {place}, {value} times an even share (without documents not judged).", tab="overview", colour="load"),
-    Said("load_totals", "times_even", where="times_even_noise == times_even_noise", only="claimed", pick="largest", text="Uneven load: {count} of {total} experts are beyond chance; most {place}, {value} times an even share.", otherwise="Uneven load: none of {total} experts is beyond chance ({span} times an even share).", tab="overview", colour="load"),
+    Said(METRICS, "cv", text="Load balance: {size}; worst in {place}, CV {value}{interval} ({chance}). All layers: {span}.", figure="balance_by_layer"),
+    Said("domains", "affinity", where="affinity_p == affinity_p and affinity >= 1", only="claimed", pick="largest", group="domain", text="Domain experts, times the mean domain's use: {groups} ({chance}; {count} of {total} uses above it are beyond chance, corrected over all experts, layers and domains).", otherwise="Domain experts: no expert prefers a domain beyond chance (0 of {total} uses above the mean domain's, corrected over all; uncorrected, one of 20 is).", tab="overview", colour="domain_affinity"),
+    Said("load_totals", "times_even", where="times_even_noise != times_even_noise", pick="largest", text="Busiest expert: {place}, {value} times an even share ({chance}; without documents not judged).", tab="overview", colour="load"),
+    Said("load_totals", "times_even", where="times_even_noise == times_even_noise", only="claimed", pick="largest", text="Uneven load: {count} of {total} experts are beyond chance; most {place}, {value} times an even share ({chance}).", otherwise="Uneven load: none of {total} experts is beyond chance ({span} times an even share).", tab="overview", colour="load"),
     Said("load_totals", "tokens", only="unused", text="Unused experts: {count} of {total} got no token: {rows}.", otherwise="All {total} experts got tokens.", tab="overview", colour="load"),
     Said(METRICS, "dropped", where="value > 0", text="Expert capacity was exceeded: in {place} a share of {value} of the expert slots is empty ({chance}).", figure="balance_by_layer"),
     Said(METRICS, "routing_entropy", pick="smallest", text="Routing entropy: {span} nats, lowest in {place} ({chance}).", figure="decisions_by_layer"),
     Said(METRICS, "confidence", pick="largest", text="Mean top-1 probability: {span}, highest in {place} ({chance}).", figure="decisions_by_layer"),
-    Said("coactivation", "over", where="expert_a < expert_b", pick="largest", text="Most co-activated: {place}, {value} times chance (largest of a layer's pairs by chance: about {largest_by_chance}).", figure="coactivation_heatmap"),
-    Said(METRICS, "domain_information", where="low == low", only="beyond", text="Domain specialisation: highest in {place}, I(expert; domain) = {value}{interval} nats ({chance}).", otherwise="Domain specialisation: no layer is distinguishable from chance, I(expert; domain) = {span} nats ({chance}).", figure="specialisation_by_layer"),
-    Said(METRICS, "domain_information", where="low != low", text="Domain specialisation: highest in {place}, I(expert; domain) = {value} nats, no interval ({chance}).", figure="specialisation_by_layer"),
-    Said(METRICS, "token_information", text="Token specialisation: highest in {place}, I(expert; token) = {value} nats ({chance}).", figure="specialisation_by_layer"),
-    Said(METRICS, "sequential_consistency", text="Adjacent tokens share their top expert most often in {place}: {value}{interval} ({chance}).", figure="sequence_by_layer"),
+    Said("coactivation", "over", where="expert_a < expert_b", only="claimed", pick="largest", text="Most co-activated: {place}, {value} times chance (most co-activated of all pairs by chance: about {largest_by_chance}); {count} of {total} pairs are beyond it.", otherwise="Co-activation: none of {total} pairs is beyond chance (at most {most} times chance).", figure="coactivation_heatmap"),
+    Said(METRICS, "domain_information", only="beyond", pick="largest", text="Domain specialisation: {size}; highest in {place}, I(expert; domain) = {value}{interval} nats ({chance}).", otherwise="Domain specialisation: no layer is distinguishable from chance, I(expert; domain) = {span} nats ({chance}).", figure="specialisation_by_layer"),
+    Said(METRICS, "token_information", text="Token specialisation: {size}; highest in {place}, I(expert; token) = {value} nats ({chance}).", figure="specialisation_by_layer"),
+    Said(METRICS, "sequential_consistency", only="beyond", pick="largest", text="Adjacent tokens share their top expert most often in {place}: {value}{interval} ({chance}).", otherwise="Adjacent tokens: no layer gives them the same top expert more often than chance ({span}; {chance}).", figure="sequence_by_layer"),
 ]
 OVER_STEPS = [
-    Said(METRICS, "cv", text="Load balance over steps: mean CV {first} to {last} ({chance}).", figure="balance_by_step"),
+    Said(METRICS, "cv", pick="last", text="Load balance over steps: mean CV {first} to {last} ({chance}).", figure="balance_by_step"),
     Said(STABILITY, "routing_consistency_corrected", where=ENDS, pick="smallest", text="Routing consistency of steps {step_a} and {step_b}: {span} beyond chance, lowest in {place} ({chance}).", figure="consistency_matrix"),
     Said(STABILITY, "routing_consistency_corrected", where=LAST_TWO, pick="smallest", text="Routing consistency of the last two steps, {step_a} and {step_b}: {span} beyond chance, lowest in {place} ({chance}).", figure="consistency_matrix"),
     Said(STABILITY, "kendall_tau", where=ENDS, only="tau_is_noise", text="In {count} of {total} layers loads are so even that the order of experts by usage is noise.", figure="consistency_matrix"),
@@ -87,31 +83,21 @@ OVER_STEPS = [
 
 
 def few_tokens(view: View) -> list[str]:
-    """Which layers have too few tokens to be compared with the others."""
+    """Which layers have too few tokens to be judged."""
     rows = values_of(view.tables, "cv")
     few = rows[flags(rows["few"])] if len(rows) else rows
     if few.empty:
         return []
     most = counted(int(few["tokens"].max()), "token")
-    return [Finding(f"Not compared: {named_layers(few['layer'])}, with at most {most}.", tab="routing")]
-
-
-def unknown_domains(view: View) -> list[str]:
-    """The experts of each domain where affinities have no interval, and why."""
-    rows = view.tables.get("domains", pd.DataFrame())
-    if rows.empty or rows["low"].notna().any():
-        return []
-    why = missing_interval(view).replace("{", "{{").replace("}", "}}")
-    text = f"Domain experts, times the mean domain's use: {{groups}} ({{chance}}; {why})."
-    spec = Said("domains", "affinity", pick="largest", group="domain", text=text, figure="affinity_heatmap")
-    return say_all([spec], view.tables, TABLES)
+    return [
+        Finding(f"Too few tokens to judge: {named_layers(few['layer'])}, with at most {most}.", tab="routing")
+    ]
 
 
 def routing_findings(view: View) -> list[str]:
     """The view's findings, most important first; what a trace does not hold is skipped."""
     findings = say_all(FINDINGS, view.tables, TABLES)
-    findings[1:1] = [*few_tokens(view), *unknown_domains(view)]
-    return findings
+    return [*findings[:1], *few_tokens(view), *findings[1:]]
 
 
 def step_findings(trace: TraceTables) -> list[str]:
@@ -150,15 +136,17 @@ def summary(run: Run) -> Summary:
         for view in views
     ]
     notices = [text_notice(trace)] if text_notice(trace) else []
-    others = {view.label: (view_numbers(view), routing_findings(view)) for view in views[:-1]}
-    return Summary(coverage, trace_findings(trace), view_numbers(views[-1]), glance, notices, views=others)
-
-
-def view_numbers(view: View) -> list[KeyNumber]:
-    """The key numbers; information on domains is at most the log of their number."""
-    most = math.log(view.tables["load"]["domain"].nunique())
-    keys = key_numbers(NUMBERS, view.tables, TABLES)
-    return [replace(key, most=most) if key.name == "I(expert; domain)" else key for key in keys]
+    others = {
+        view.label: (key_numbers(NUMBERS, view.tables, TABLES), routing_findings(view)) for view in views[:-1]
+    }
+    return Summary(
+        coverage,
+        trace_findings(trace),
+        key_numbers(NUMBERS, views[-1].tables, TABLES),
+        glance,
+        notices,
+        views=others,
+    )
 
 
 def text_notice(trace: TraceTables) -> str:
@@ -417,11 +405,12 @@ def view_measures(view: View) -> Iterator[Measure]:
         )
     domains = view.tables.get("domains", pd.DataFrame())
     for domain, rows in domains.groupby("domain") if len(domains) else ():
-        outside = (rows["low"] > 1) | (rows["high"] < 1)
-        rows = rows.assign(beyond=outside.astype(float).where(rows["low"].notna()))
-        words = "Beyond chance: the 95 % interval over documents misses 1, as one of 20 does by chance."
-        if rows["low"].isna().all():
-            words = f"{capital(missing_interval(view))}."
+        rows = rows.rename(columns={"claimed": "beyond"})
+        words = (
+            "Beyond chance: corrected over all experts, layers and domains, with permuted document labels."
+        )
+        if rows["beyond"].isna().all():
+            words = "Not judged: one document per domain."
         caption = f"How much more often {domain} uses an expert than the mean of all domains. {words}"
         title = f"Domain affinity: {domain}"
         yield measure("domain_affinity", title, "domains", "affinity", rows, caption, str(domain))

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from moescope.routing.load_balance import divide
-from moescope.statistics import CONFIDENCE, FEWEST_DOCUMENTS, TAILS
+from moescope.statistics import CONFIDENCE, FEWEST_DOCUMENTS, ROUNDING, TAILS
 from moescope.types import Array, Integers
 
 PERMUTATIONS = 200
@@ -95,6 +95,17 @@ def permuted_tables(
     permuted_PC = np.stack([generator.permutation(labels_C) for _ in range(draws)])
     onehot_PMC = (permuted_PC[:, None, :] == np.arange(n_domains)[None, :, None]).astype(float)
     return onehot_PMC @ counts_CE
+
+
+def affinity_z(tables_PME: Array) -> Array:
+    """|z| of affinities [..., M, E] over their mean and spread in all tables, that of the text included.
+
+    NaN where all are equal. With the text among them, the largest of all cells is exchangeable, so that its
+    rank among the tables is an exact p.
+    """
+    affinity_PME = affinity(tables_PME)
+    spread_ME = np.broadcast_to(affinity_PME.std(0), affinity_PME.shape)
+    return divide(np.abs(affinity_PME - affinity_PME.mean(0)), np.where(spread_ME > ROUNDING, spread_ME, 0.0))
 
 
 def by_domain(counts_CE: Array, labels_C: Integers, n_domains: int) -> Array:

@@ -1,0 +1,131 @@
+"""How often a trace claims what is not there: random routing, and effects of stated size that are there.
+
+Counts go through `Counts` and `Traced.tables` as a model's do; sentences and key numbers are the report's.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import numpy as np
+import pytest
+import torch
+
+from moescope.reporting.findings import beyond, judged, key_numbers, say_all
+from moescope.routing.counts import Counts
+from moescope.routing.counts_to_tables import Corpus, Traced
+from moescope.routing.report import FINDINGS, NUMBERS
+from moescope.routing.tables import TABLES
+from moescope.types import Routing, Tokens
+from moescope.verb import Tables
+
+LAYERS, EXPERTS, K, DOMAINS, DOCUMENTS, LENGTH = 4, 8, 2, 3, 24, 40
+TRACES = 200
+MOST_FALSE = 16  # of 200: at a true rate of 5 %, 17 or more happen once in 40 times
+
+
+def traced(scores_LTE: np.ndarray) -> Tables:
+    """Tables of 24 documents in 3 domains, whose tokens choose the experts with the highest scores."""
+    chosen_LTK = torch.from_numpy((-scores_LTE).argsort(-1)[..., :K].copy())
+    document_T = torch.arange(DOCUMENTS).repeat_interleave(LENGTH)
+    n = len(document_T)
+    tokens = Tokens(
+        DOCUMENTS,
+        torch.zeros(n, dtype=torch.int64),
+        torch.ones(n, dtype=torch.bool),
+        document_T,
+        torch.arange(LENGTH).repeat(DOCUMENTS),
+        document_T % DOMAINS,
+        document_T,
+        "prefill",
+    )
+    counts, gates_TK = Counts((DOMAINS, DOCUMENTS)), torch.tensor([[0.6, 0.4]]).expand(n, K)
+    for layer, chosen_TK in enumerate(chosen_LTK):
+        counts.consume(Routing(layer, f"layer {layer}", EXPERTS, chosen_TK, gates_TK, tokens))
+    corpus = Corpus(["code", "news", "prose"], [DOCUMENTS // DOMAINS] * DOMAINS)
+    names = {layer: f"layer {layer}" for layer in range(LAYERS)}
+    return Traced(corpus, counts.layers(), "prefill", names, has_logits=False).tables(0, 0)
+
+
+def claims(tables: Tables) -> set[str]:
+    """What the report says of it beyond chance: key numbers, and sentences that name a place."""
+    numbers = key_numbers(NUMBERS, tables, TABLES)
+    found = {key.name for key in numbers if not key.word.startswith("at chance")}
+    sentences = [spec for spec in FINDINGS if spec.only in ("beyond", "claimed")]
+    for spec in sentences:
+        counted, _ = spec.found(tables, TABLES)
+        if len(counted):
+            found.add(f"{spec.table}.{spec.column}")
+    for metric in ("cv", "max_over_mean", "domain_information", "sequential_consistency"):
+        rows = next(spec for spec in (*NUMBERS, *FINDINGS) if spec.column == metric).found(tables, TABLES)[0]
+        if len(rows) and judged(rows.iloc[:1]).iloc[0] and beyond(rows.iloc[:1]).iloc[0]:
+            found.add(f"extreme {metric}")
+    assert say_all(FINDINGS, tables, TABLES)
+    return found
+
+
+def rates(scores, seeds: int) -> Counter[str]:
+    found: Counter[str] = Counter()
+    for seed in range(seeds):
+        found.update(claims(traced(scores(np.random.default_rng(seed)))))
+    print({name: f"{count} of {seeds}" for name, count in sorted(found.items())})
+    return found
+
+
+def uniform(generator: np.random.Generator) -> np.ndarray:
+    return generator.random((LAYERS, DOCUMENTS * LENGTH, EXPERTS))
+
+
+def tastes(generator: np.random.Generator) -> np.ndarray:
+    """Documents have tastes of their own, whatever their domain."""
+    own = 0.3 * generator.standard_normal((LAYERS, DOCUMENTS, EXPERTS))
+    return uniform(generator) + np.repeat(own, LENGTH, axis=1)
+
+
+def domain_expert(generator: np.random.Generator) -> np.ndarray:
+    """Tokens of code prefer expert 5 of layer 2: about twice the mean domain's use."""
+    scores = uniform(generator)
+    scores[2, np.repeat(np.arange(DOCUMENTS) % DOMAINS == 0, LENGTH), 5] += 0.5
+    return scores
+
+
+def busy_expert(generator: np.random.Generator) -> np.ndarray:
+    """All tokens prefer expert 3 of layer 1: about 1.4 times an even share."""
+    scores = uniform(generator)
+    scores[1, :, 3] += 0.12
+    return scores
+
+
+def pair(generator: np.random.Generator) -> np.ndarray:
+    """Experts 0 and 1 of layer 3 are chosen together about twice as often as by chance."""
+    scores = uniform(generator)
+    together = generator.random(DOCUMENTS * LENGTH) < 0.05
+    scores[3, together, :2] += 1
+    return scores
+
+
+@pytest.mark.slow
+def test_random_routing_makes_each_claim_in_at_most_8_percent_of_traces():
+    found = rates(uniform, TRACES)
+    assert not {name: count for name, count in found.items() if count > MOST_FALSE}
+
+
+@pytest.mark.slow
+def test_tastes_of_documents_are_no_domain_experts():
+    """60 traces: at a true rate of 5 %, more than 7 happen once in 70 times."""
+    found = rates(tastes, 60)
+    assert max(found["domains.affinity"], found["routing_layers.domain_information"]) <= 7
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("scores", "claims"),
+    [
+        (domain_expert, ("domains.affinity", "routing_layers.domain_information")),
+        (busy_expert, ("extreme cv", "load_totals.times_even")),
+        (pair, ("coactivation.over",)),
+    ],
+)
+def test_planted_effects_are_found_in_nine_of_ten_traces(scores, claims):
+    found = rates(scores, 20)
+    assert min(found[claim] for claim in claims) >= 18
