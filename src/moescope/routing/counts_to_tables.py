@@ -156,8 +156,7 @@ class Traced:
             for layers in phases
             for counts, told in zip(layers, domain_statistics(layers, self.corpus, seed), strict=True)
         }
-        experts = sum(counts.n_experts for counts in main)
-        pairs_read = sum(counts.n_experts * (counts.n_experts - 1) // 2 for counts in main)
+        experts, pairs_read = experts_and_pairs(main)
         # small matrices: threads of BLAS would only wait for each other
         with one_blas_thread("numpy"), ThreadPoolExecutor(THREADS) as pool:
             words = []
@@ -286,6 +285,12 @@ class Traced:
 
 
 # --- metrics made of counts
+
+
+def experts_and_pairs(layers: Sequence[LayerCounts]) -> tuple[int, int]:
+    """Return how many experts and unordered pairs of experts of a layer are read: the most extreme leads."""
+    sizes = [counts.n_experts for counts in layers]
+    return sum(sizes), sum(n * (n - 1) // 2 for n in sizes)
 
 
 def join_columns(parts: Sequence[dict[str, Any]]) -> dict[str, Any]:

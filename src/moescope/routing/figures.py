@@ -44,7 +44,8 @@ MAPS = define_figures(TABLES, *(
     for of, words in (("router", "router rows"), ("coactivation", "co-activation profiles"), ("outputs", "mean outputs"))
 ))
 SPECIALISED = define_figures(TABLES,
-    Grid("affinity_heatmap", "domains", z="affinity", y="domain", pages="layer", wide=True, title="Domain affinity of experts"),
+    Grid("affinity_heatmap", "domains", z="affinity", y="domain", ring="claimed", pages="layer", wide=True, title="Domain affinity of experts",
+        details="Colour starts where the noise over documents ends. Ringed: unlike the mean domain, corrected over all experts, layers and domains."),
     Lines("specialisation_by_layer", "routing_layers", y=SPECIALISATION, pages=QUANTITY, title="Specialisation by layer",
         was={"purity_bars": "purity", "domain_information_by_layer": "domain_information", "token_information_by_layer": "token_information"}),
 )

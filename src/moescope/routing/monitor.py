@@ -25,6 +25,7 @@ from moescope.routing.counts_to_tables import (
     Corpus,
     Row,
     coactivation_columns,
+    experts_and_pairs,
     join_columns,
     layer_columns,
     load_columns,
@@ -350,15 +351,17 @@ def window_tables(window: Window, routers: dict[int, Tensor | None], step: int) 
     totals: list[Row] = []
     columns: dict[str, list[Row]] = {"load": [], "coactivation": []}
     corpus = Corpus([DOMAIN], [0])
+    experts, pairs = experts_and_pairs(window.layers)
     for counts in window.layers:
         place = {"step": step, "layer": counts.layer, "layer_name": counts.layer_name}
         columns["load"].append({**place, **load_columns(counts, corpus)})
-        totals += [{**place, **load_total_columns(counts)}] if counts.tokens else []
+        totals += [{**place, **load_total_columns(counts, experts=experts)}] if counts.tokens else []
         if counts.pairs_EE is not None and counts.k > 1:
-            columns["coactivation"].append({**place, **coactivation_columns(counts)})
+            columns["coactivation"].append({**place, **coactivation_columns(counts, pairs)})
         rows_ED = routers[counts.layer]
+        decided, layers = bool(counts.sums("decided").sum()), len(window.layers)
         lines = (
-            *metric_rows(counts, corpus, decisions=bool(counts.sums("decided").sum()), order=False),
+            *metric_rows(counts, corpus, decisions=decided, order=False, layers=layers),
             *separation_rows(counts, None if rows_ED is None else rows_ED.double().cpu().numpy()),
             *window.diagnostic_rows(counts.layer),
         )
