@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -47,48 +48,38 @@ def random_choices(filled_TK: NDArray[np.bool_], n_experts: int, generator: np.r
     return np.where(filled_TK, chosen_TK, -1)
 
 
-def random_rates(
-    filled_TK: NDArray[np.bool_],
-    document_T: Integers | None,
-    test_T: Mask,
-    n_experts: int,
-    most: int,
-    seed: int,
-) -> dict[str, Array]:
+def random_rates(layer: TokenTrace, test_T: Mask, most: int, cold: bool, seed: int) -> dict[str, Array]:
     """Return the hit rate of every policy on random routing, for 0 to `most` slots (LRU and lists: to n).
 
-    `document_T` is given where caches start empty in every document. Short traces are drawn repeatedly.
+    `layer` is a trace of one layer. Short traces are drawn repeatedly, each with caches of its own.
     """
+    n, filled_TK = layer.n_experts[0], layer.chosen_LTK[0] >= 0
     repetitions = min(-(-ENOUGH_CHOICES // max(int(filled_TK.sum()), 1)), MOST_REPETITIONS)
     repetition_T = np.repeat(np.arange(repetitions), len(filled_TK))
-    start_T = repetition_T  # tokens of one number share a cache
-    if document_T is not None:
-        start_T = repetition_T * (int(document_T.max(initial=0)) + 1) + np.tile(document_T, repetitions)
-    first_T = np.searchsorted(start_T, start_T)  # they are sorted
-    filled_TK = np.tile(filled_TK, (repetitions, 1))
-    chosen_TK = random_choices(filled_TK, n_experts, np.random.default_rng(seed))
-    part = slice(None) if test_T.all() else np.tile(test_T, repetitions)
-    seen, scored = (tokens_as_sequence(chosen_TK, start_T, one) for one in (slice(None), part))
-    by_use = lfu(seen[0], n_experts, seen[1])
-    best = belady(scored[0], n_experts, scored[1], by_use.known if test_T.all() else None)
-    use_depth_S, best_depth_S = stack_depths([by_use, best], most)
-    lru_TK = recency(chosen_TK, n_experts, first_T)[1][part]
-    use_TK = spread(use_depth_S, filled_TK)[part]
-    use_RE = counts_by(chosen_TK[part], repetition_T[part], repetitions, n_experts)
-    held_E = np.sort(use_RE, axis=1)[:, ::-1].sum(0) / max(len(best_depth_S), 1)
+    starts = layer.n_documents if cold else 1  # of a cache, in one repetition
+    start_T = repetition_T * starts + (np.tile(layer.document_T, repetitions) if cold else 0)
+    chosen_TK = random_choices(np.tile(filled_TK, (repetitions, 1)), n, np.random.default_rng(seed))
+    drawn = replace(
+        layer,
+        chosen_LTK=chosen_TK[None].astype(np.int16),
+        document_T=start_T,
+        domain_D=[""] * (repetitions * starts),
+    )
+    test_T = np.tile(test_T, repetitions)
+    (replayed,) = replay_layers(drawn, most, [Split(test_T, test_T)], cold=True)
+    use_RE = counts_by(chosen_TK[test_T], repetition_T[test_T], repetitions, n)
+    held_E = np.sort(use_RE, axis=1)[:, ::-1].sum(0) / max(int(use_RE.sum()), 1)
     return {
-        "static": np.arange(n_experts + 1) / n_experts,
+        "static": np.arange(n + 1) / n,
         "static_in_sample": np.concatenate([[0.0], np.cumsum(held_E)]),
-        "lru": hit_rates(lru_TK[lru_TK >= 0], n_experts),
-        "lfu": hit_rates(use_TK[use_TK >= 0], most),
-        "belady": hit_rates(best_depth_S, most),
+        **{policy: hit_rates(replayed.policies[policy]) for policy in ("lru", "lfu", "belady")},
     }
 
 
-def hit_rates(depth_S: NDArray[np.integer], most: int) -> Array:
-    """Share of choices that caches of 0 to `most` slots hold."""
-    counts_D = np.bincount(np.minimum(depth_S, most), minlength=most + 1)[:most]
-    return np.concatenate([[0.0], np.cumsum(counts_D)]) / max(len(depth_S), 1)
+def hit_rates(counts_XGD: Integers) -> Array:
+    """Share of choices that caches of 0 slots to all that were replayed hold."""
+    counts_D = counts_XGD[0].sum(0)
+    return np.cumsum([0, *counts_D[:-1]]) / max(counts_D.sum(), 1)
 
 
 # --- replays of a trace
@@ -166,9 +157,8 @@ def needed_table(
     """Return the fewest slots with which each policy holds enough of the choices."""
     rows = []
     for policy, random_curves in chance.items():
-        counts_LD = [layer.policies[policy][0].sum(0) for layer in layers]
-        choices_L = np.array([counts_D.sum() for counts_D in counts_LD], dtype=float)
-        curves = [np.cumsum([0, *counts_D[:-1]]) / max(counts_D.sum(), 1) for counts_D in counts_LD]
+        choices_L = np.array([layer.policies[policy][0].sum() for layer in layers], dtype=float)
+        curves = [hit_rates(layer.policies[policy]) for layer in layers]
         both = [[*each, mean_curve(each, choices_L)] for each in (curves, random_curves)]
         for at, (curve, random_curve) in enumerate(zip(*both, strict=True)):
             needed = first_reaching(curve, trace.k)
@@ -202,12 +192,10 @@ def chance_curves(
     """Hit rates on random routing by number of slots, per policy and layer; equal layers are drawn once."""
     drawn: dict[tuple[int, bytes], dict[str, Array]] = {}
     layers = []
-    for n, chosen_TK in zip(trace.n_experts, trace.chosen_LTK, strict=True):
-        filled_TK = chosen_TK >= 0
-        key = (n, np.packbits(filled_TK).tobytes())
+    for at, n in enumerate(trace.n_experts):
+        key = (n, np.packbits(trace.chosen_LTK[at] >= 0).tobytes())
         if key not in drawn:
-            document_T = trace.document_T if cold else None
-            drawn[key] = random_rates(filled_TK, document_T, test_T, n, most, seed)
+            drawn[key] = random_rates(trace.part(at, at + 1), test_T, most, cold, seed)
         layers.append(drawn[key])
     return {policy: [rates[policy] for rates in layers] for policy in layers[0]}
 
