@@ -16,7 +16,6 @@ from moescope.statistics import (
     false_discovery_rates,
     jackknife_interval,
     jackknife_ratio,
-    one_sided_p,
 )
 
 
@@ -145,7 +144,7 @@ def simulated(differences, domains, each, varied):
         ratio = jackknife_ratio(sums, tokens, domain)
         low, high = ratio.interval()
         covered.append((low <= 0) & (high >= 0))
-        claimed.append(one_sided_p(ratio.value, ratio.error, ratio.degrees) < 0.05)
+        claimed.append(ratio.one_sided_p() < 0.05)
     return np.mean(covered), np.mean(claimed)
 
 

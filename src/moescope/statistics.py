@@ -97,15 +97,24 @@ class Ratio:
 
     value: Array
     error: Array
-    degrees: float
+    degrees: Array | float
     documents: int
+
+    def known_error(self) -> Array:
+        """The standard error; NaN under 10 documents."""
+        return self.error if self.documents >= FEWEST_PAIRED else np.full_like(self.value, np.nan)
 
     def interval(self) -> tuple[Array, Array]:
         """95 % limits; NaN under 10 documents."""
-        half = np.full_like(self.value, np.nan)
-        if self.documents >= FEWEST_PAIRED:
-            half = scipy.special.stdtrit(self.degrees, 1 - LEVEL / 2) * self.error
+        half = scipy.special.stdtrit(self.degrees, 1 - LEVEL / 2) * self.known_error()
         return self.value - half, self.value + half
+
+    def one_sided_p(self) -> Array:
+        """P of a value as large, if the truth were 0: 1 without value and error, NaN under 10 documents."""
+        with np.errstate(divide="ignore", invalid="ignore"):
+            statistic = self.value / self.known_error()
+        statistic = np.where((self.value == 0) & (self.error == 0), -np.inf, statistic)
+        return np.asarray(scipy.special.stdtr(self.degrees, -statistic))
 
 
 def jackknife_ratio(sums_XD: Array, tokens_D: Array, domain_D: Integers | None = None) -> Ratio:
@@ -356,13 +365,6 @@ def detectable_errors(degrees: int, tests: int) -> float:
 
 
 # --- several tests
-
-
-def one_sided_p(value: Array, error: Array, degrees: Array | float) -> Array:
-    """P of a value as large, if the truth were 0; 1 where value and error are 0."""
-    with np.errstate(divide="ignore", invalid="ignore"):
-        statistic = np.where((value == 0) & (error == 0), -np.inf, value / error)
-    return np.asarray(scipy.special.stdtr(degrees, -statistic))
 
 
 def holm(p: Array) -> Array:

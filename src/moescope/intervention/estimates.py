@@ -6,7 +6,7 @@ import numpy as np
 import pandas as pd
 
 from moescope.intervention.tables import ALL, FEW_EXPERTS, TABLES
-from moescope.statistics import FEWEST_PAIRED, LEVEL, false_discovery_rates, jackknife_ratio, one_sided_p
+from moescope.statistics import LEVEL, Ratio, false_discovery_rates, jackknife_ratio
 from moescope.types import Array, Integers
 
 CONTROLS = 4  # experts nearest in load that an expert is compared with
@@ -141,7 +141,7 @@ def summarise_documents(
         rows[name] = ratio.value
         rows[f"{name}_low"], rows[f"{name}_high"] = np.clip(ratio.interval(), *ends)
         if name == "loss_difference":
-            rows[f"{name}_std"] = ratio.error if ratio.documents >= FEWEST_PAIRED else np.nan
+            rows[f"{name}_std"] = ratio.known_error()
     with np.errstate(invalid="ignore"):
         rows["choices_changed"] = grids["choices_changed"].sum(1) / grids["choices"].sum(1)
     return rows.join(excesses(difference_XD, tokens_D, domain_D, plan, controls))
@@ -151,8 +151,6 @@ def excesses(
     difference_XD: Array, tokens_D: Array, domain_D: Integers, plan: pd.DataFrame, controls: Controls
 ) -> pd.DataFrame:
     """Return controls, excess, its interval and p per intervention; null without controls."""
-    from scipy.special import stdtrit
-
     place = {int(number): at for at, number in enumerate(plan["intervention"])}
     tested = [(place[number], role, [place[one] for one in members]) for number, role, members in controls]
     columns = ["controls", "excess", "excess_low", "excess_high", "excess_std", "p"]
@@ -173,19 +171,15 @@ def excesses(
             documents_X**2 / ratio.degrees + draws_X**2 / draw_degrees_X
         )
     degrees = np.where(np.isfinite(degrees), degrees, max(ratio.degrees, 1.0))
-    error = np.sqrt(documents_X + draws_X)
-    known = ratio.documents >= FEWEST_PAIRED
-    half = stdtrit(degrees, 1 - LEVEL / 2) * error if known else np.nan
-    p = one_sided_p(ratio.value, error, degrees) if known else np.nan
+    combined = Ratio(ratio.value, np.sqrt(documents_X + draws_X), degrees, ratio.documents)
     rows = pd.DataFrame(
         {
             "at": [at for at, _, _ in tested],
             "controls": [len(members) for _, _, members in tested],
-            "excess": ratio.value,
-            "excess_low": ratio.value - half,
-            "excess_high": ratio.value + half,
-            "excess_std": error if known else np.nan,
-            "p": p,
+            "excess": combined.value,
+            **dict(zip(("excess_low", "excess_high"), combined.interval(), strict=True)),
+            "excess_std": combined.known_error(),
+            "p": combined.one_sided_p(),
         }
     )
     strictest = rows.sort_values(["p", "excess"], ascending=[False, True]).drop_duplicates("at")
