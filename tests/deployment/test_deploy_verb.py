@@ -17,6 +17,8 @@ from checkpoints import tiny_checkpoint
 from deployment.deployment_runs import write_trace
 from deployment.plain_caches import random_tokens, replay_belady, replay_lru
 from moescope.cli import app
+from moescope.deployment.tokens import read_tokens
+from moescope.deployment.verb import choose_slots, sizes_or_shares
 from moescope.errors import BadInput
 from report_payloads import page_text
 
@@ -29,6 +31,12 @@ def trace(tmp_path_factory):
     return write_trace(folder, chosen_LTK, np.repeat(np.arange(24), 5), 8, domains=("code", "prose"))
 
 
+def sequences_of(trace) -> list[list[int]]:
+    """The choices of every layer, one after the other."""
+    tokens = trace.table("tokens").sort_values(["layer", "document", "position"])
+    return [np.concatenate(list(group["experts"])).tolist() for _, group in tokens.groupby("layer")]
+
+
 def test_the_command_line_writes_tables_a_report_and_a_summary(trace, tmp_path):
     out = tmp_path / "run"
     arguments = ["deploy", str(trace.path), "--slots", "2,4", "--out", str(out), "--json"]
@@ -39,11 +47,7 @@ def test_the_command_line_writes_tables_a_report_and_a_summary(trace, tmp_path):
     rows = run.table("residency")
     assert sorted(rows["slots"].unique()) == [2, 4]
     assert rows["low"].notna().all()
-    tokens = trace.table("tokens").sort_values(["layer", "document", "position"])
-    hits = [
-        np.mean(replay_lru(np.concatenate(list(group["experts"])).tolist(), 4))
-        for _, group in tokens.groupby("layer")
-    ]
+    hits = [np.mean(replay_lru(sequence, 4)) for sequence in sequences_of(trace)]
     lru = rows[(rows["policy"] == "lru") & (rows["slots"] == 4)].sort_values("layer")
     assert lru["hit_rate"].tolist() == pytest.approx([*hits, np.mean(hits)])
     first = facts["key_numbers"][0]
@@ -68,32 +72,43 @@ def test_the_command_line_writes_tables_a_report_and_a_summary(trace, tmp_path):
     assert moescope.deploy(trace, slots=[2, 4], out=out, quiet=True).info == run.info  # it is reused
 
 
-def test_findings_lead_with_half_of_the_experts_and_name_the_range_and_intervals(trace, tmp_path):
-    run = moescope.deploy(trace, slots="2,0.5,6", out=tmp_path / "run", quiet=True)
-    rows = run.table("residency")
-    assert sorted(rows["slots"].unique()) == [2, 4, 6]
-    lru = rows[(rows["policy"] == "lru") & rows["layer"].isna()].set_index("slots").loc[4]
+@pytest.fixture(scope="module")
+def served(trace, tmp_path_factory):
+    options = {"slots": "2,0.5,6", "expert_bytes": 10, "bandwidth": 1.0, "min_tokens": 30, "quiet": True}
+    return moescope.deploy(trace, out=tmp_path_factory.mktemp("served") / "run", **options)
+
+
+def test_findings_lead_with_half_of_the_experts_and_name_the_intervals(served):
+    lru = served.table("residency").query("policy == 'lru' and layer.isna()").set_index("slots").loc[4]
     assert lru["lead"]
-    first = run.verb.summary(run).findings[0]
+    first = served.verb.summary(served).findings[0]
     assert f"hold {lru['hit_rate']:.3g} [{lru['low']:.3g}, {lru['high']:.3g}] of choices with LRU" in first
-    curve = next(line for line in run.draw("cache_curve").data if line["name"] == "LRU")
-    assert curve["x"].tolist() == [2, 4, 6]
 
 
-def test_loads_at_chance_are_those_of_the_chance_hit_rate(trace, tmp_path):
-    run = moescope.deploy(trace, slots="4", expert_bytes=10, bandwidth=1.0, out=tmp_path / "run", quiet=True)
-    rows = run.table("residency")
+def test_the_curve_has_every_size_and_loading_as_a_page_under_its_earlier_name_too(served, trace, tmp_path):
+    rows = served.table("residency").query("policy == 'lru' and layer.isna()").sort_values("slots")
+    curve = next(line for line in served.draw("cache_curve").data if line["name"] == "LRU")
+    assert curve["x"].tolist() == rows["slots"].tolist() == [2, 4, 6]
+    drawn = served.draw("cache_loading")
+    assert (drawn.name, drawn.slider.values[drawn.slider.start]) == ("cache_curve", "loads per token")
+    line = next(line for line in served.figure("cache_loading").data if line["name"] == "LRU")
+    assert list(line["y"]) == rows["loads_per_token"].tolist()
+    assert not any("split" in line["name"] for line in served.draw("cache_layers").data)
+    single = moescope.deploy(trace, slots=[4], out=tmp_path / "run", quiet=True)
+    assert "cache_curve" not in single.figures()
+
+
+def test_loads_at_chance_are_those_of_the_chance_hit_rate(served):
+    rows = served.table("residency")
     each = rows[rows["layer"].notna() & (rows["policy"] == "lru")]
     assert each["loads_chance"].tolist() == pytest.approx(2 * (1 - each["chance"]))  # two experts per token
     assert rows["bytes_chance"].tolist() == pytest.approx(10 * rows["loads_chance"])
     assert rows["ms_chance"].tolist() == pytest.approx(rows["bytes_chance"] / 1e6)
 
 
-def test_a_finding_names_the_slots_that_hold_four_fifths_of_the_choices(trace, tmp_path):
-    run = moescope.deploy(trace, slots="2", out=tmp_path / "run", quiet=True)
-    (text,) = [text for text in run.verb.summary(run).findings if "80 %" in text]
-    tokens = trace.table("tokens").sort_values(["layer", "document", "position"])
-    sequences = [np.concatenate(list(group["experts"])).tolist() for _, group in tokens.groupby("layer")]
+def test_a_finding_names_the_slots_that_hold_four_fifths_of_the_choices(served, trace):
+    (text,) = [text for text in served.verb.summary(served).findings if "80 %" in text]
+    sequences = sequences_of(trace)
     rates = {
         replay: [np.mean([hit for each in sequences for hit in replay(each, slots)]) for slots in range(2, 9)]
         for replay in (replay_lru, replay_belady)
@@ -105,19 +120,14 @@ def test_a_finding_names_the_slots_that_hold_four_fifths_of_the_choices(trace, t
     assert "(random list: 7)" in text  # 0.8 of 8 experts
 
 
-def test_a_single_size_has_no_curve_and_a_split_no_layers(trace, tmp_path):
-    run = moescope.deploy(trace, slots=[4], out=tmp_path / "run", quiet=True)
-    assert "cache_curve" not in run.figures()
-    assert not any("split" in line["name"] for line in run.draw("cache_layers").data)
-
-
-def test_loading_is_a_page_of_the_curve_under_its_earlier_name_too(trace, tmp_path):
-    run = moescope.deploy(trace, slots=[2, 4], out=tmp_path / "run", quiet=True)
-    drawn = run.draw("cache_loading")
-    assert (drawn.name, drawn.slider.values[drawn.slider.start]) == ("cache_curve", "loads per token")
-    line = next(line for line in run.figure("cache_loading").data if line["name"] == "LRU")
-    rows = run.table("residency").query("policy == 'lru' and layer.isna()").sort_values("slots")
-    assert list(line["y"]) == rows["loads_per_token"].tolist()
+def test_the_key_number_of_coverage_counts_the_experts_that_have_too_little(served, trace):
+    uses = trace.table("tokens").explode("experts").groupby(["layer", "experts"]).size()
+    key = served.verb.summary(served).key_numbers[-1]
+    assert (key.value, key.unit) == ((uses < 30).sum(), "of 16 experts")
+    assert 0 < key.value < 16
+    ranks = served.table("coverage").query("domain == ''")
+    assert sorted(ranks["rank_share"]) == pytest.approx(np.arange(1, 17) / 16)
+    assert ranks.sort_values("rank_share")["tokens"].is_monotonic_increasing
 
 
 def test_one_expert_per_device_is_nothing_to_place_and_not_the_default(trace, tmp_path):
@@ -132,17 +142,6 @@ def test_one_expert_per_device_is_nothing_to_place_and_not_the_default(trace, tm
     assert "ne expert per device: nothing to place" in page_text(
         Path(moescope.report(run)).read_text("utf-8")
     )
-
-
-def test_the_key_number_of_coverage_counts_the_experts_that_have_too_little(trace, tmp_path):
-    run = moescope.deploy(trace, min_tokens=30, out=tmp_path / "run", quiet=True)
-    uses = trace.table("tokens").explode("experts").groupby(["layer", "experts"]).size()
-    key = run.verb.summary(run).key_numbers[-1]
-    assert (key.value, key.unit) == ((uses < 30).sum(), "of 16 experts")
-    assert 0 < key.value < 16
-    ranks = run.table("coverage").query("domain == ''")
-    assert sorted(ranks["rank_share"]) == pytest.approx(np.arange(1, 17) / 16)
-    assert ranks.sort_values("rank_share")["tokens"].is_monotonic_increasing
 
 
 def test_bytes_per_expert_come_from_the_headers_of_the_model(tmp_path):
@@ -192,10 +191,9 @@ def test_several_processes_give_the_same_tables(trace, tmp_path):
         pd.testing.assert_frame_equal(one.table(name), two.table(name))
 
 
-def test_a_run_without_tokens_is_rejected(trace, tmp_path):
-    run = moescope.deploy(trace, out=tmp_path / "run", quiet=True)
+def test_a_run_without_tokens_is_rejected(served, tmp_path):
     with pytest.raises(BadInput, match="--save-tokens"):
-        moescope.deploy(run, out=tmp_path / "again", quiet=True)
+        moescope.deploy(served, out=tmp_path / "again", quiet=True)
 
 
 def test_a_checkpoint_instead_of_a_trace_gets_the_command_that_makes_one(tmp_path, monkeypatch):
@@ -211,14 +209,13 @@ def test_a_checkpoint_instead_of_a_trace_gets_the_command_that_makes_one(tmp_pat
     assert not (tmp_path / "run").exists()
 
 
-def test_a_share_has_a_decimal_point_and_a_count_has_none(trace, tmp_path):
-    for given, found in (("1.0", 8), (1.0, 8), ([0.5, 1.0], 4), ("8", 8), (8, 8), ([2, 1.0], 2)):
-        run = moescope.deploy(trace, slots=given, out=tmp_path / "run", quiet=True, overwrite=True)
-        assert run.table("residency")["slots"].min() == found, given
-    assert run.table("residency")["slots"].max() == 8
+def test_a_share_has_a_decimal_point_and_a_count_has_none(trace):
+    tokens = read_tokens(trace, None)
+    for given, slots in (("1.0", (8,)), (1.0, (8,)), ([0.5, 1.0], (4, 8)), (8, (8,)), ([2, 1.0], (2, 8))):
+        assert choose_slots(sizes_or_shares(given), tokens) == slots, given
     for given in ("1.5", "8.0", 2.0, "0", "0.0", True, "nan", "-0.5", "1e1000"):
         with pytest.raises(BadInput, match="whole numbers"):
-            moescope.deploy(trace, slots=given, out=tmp_path / "no", quiet=True)
+            sizes_or_shares(given)
 
 
 def test_a_trace_of_prefill_and_one_of_a_single_document_say_so(tmp_path):
@@ -232,8 +229,6 @@ def test_a_trace_of_prefill_and_one_of_a_single_document_say_so(tmp_path):
 
 
 def test_ragged_layers_and_documents_in_any_row_order_are_read(tmp_path):
-    from moescope.deployment.tokens import read_tokens
-
     chosen_LTK = np.array([[[0, 1], [2, 3], [1, 2]], [[-1, -1], [3, -1], [0, 2]]])
     run = write_trace(tmp_path / "trace", chosen_LTK, np.array([0, 0, 1]), 4)
     tokens = read_tokens(run, None)
