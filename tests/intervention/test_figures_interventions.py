@@ -30,17 +30,6 @@ def test_every_kind_of_run_draws_its_own_figures_and_no_others():
     assert drawn(single_tables(3, layer=[0, 1, 2])) == ["effects_by_layer"]
 
 
-def test_a_run_without_the_newer_columns_draws_what_it_holds():
-    tables = sweep_tables()
-    new = ["claimed", "label", "single", "shown", "loss_difference_std", "excess_std"]
-    old = {
-        name: tables[name].assign(**dict.fromkeys(set(new) & set(tables[name]))) for name in list(tables)[:2]
-    }
-    assert drawn(old) == ["effect_map"]
-    figure = SPECS["effect_map"].draw(old)
-    assert [trace["type"] for trace in figure.data if trace["x"][0] is not None] == ["heatmap"] * 2, "no ring"
-
-
 @pytest.mark.parametrize(
     "tables",
     [
@@ -97,6 +86,7 @@ def test_domains_are_columns_and_the_planted_expert_is_ringed_in_its_own():
 
 def test_a_projection_stands_beside_the_mean_and_range_of_its_controls():
     tables = projection_tables()
+    assert SPECS["projection_curve"].draw(projection_tables(layers=3)).slider.values == ["0", "1", "2"]
     figure = SPECS["projection_curve"].draw(tables)
     lines = {trace["name"]: trace for trace in figure.data if trace["name"]}
     assert list(lines) == [
@@ -114,11 +104,6 @@ def test_a_projection_stands_beside_the_mean_and_range_of_its_controls():
     )
     own = rows[rows["role"] == "change"].sort_values("k")
     assert lines["own expert's directions"]["y"] == pytest.approx(own["loss_difference"])
-
-
-def test_layers_of_a_projection_are_slid_through():
-    figure = SPECS["projection_curve"].draw(projection_tables(layers=3))
-    assert figure.slider.values == ["0", "1", "2"]
 
 
 def test_the_curve_over_experts_per_token_has_one_line_per_domain():

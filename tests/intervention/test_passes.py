@@ -174,14 +174,6 @@ def test_routing_is_counted_as_plain_hooks_see_it():
     assert effect.choices_changed_D.sum() > 0
 
 
-def test_skipping_an_expert_leaves_it_without_load():
-    with Passes(traced(tiny_model("mixtral").model), documents(), 4) as passes:
-        passes.run_untouched(0)
-        facts = passes.judge([[parse_change("layer=0 expert=1 skip")]])[0].routing
-    assert facts["load"] > 0
-    assert facts["load_changed"] == 0
-
-
 def test_divergence_is_scipy_s():
     from scipy.stats import entropy
 

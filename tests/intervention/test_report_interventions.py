@@ -104,23 +104,6 @@ def test_a_single_change_is_told_with_what_is_known(tmp_path):
         assert "undefined" not in line
 
 
-def test_a_run_without_the_newer_columns_claims_nothing(tmp_path):
-    tables = sweep_tables()
-    for name, rows in tables.items():
-        tables[name] = rows.drop(columns=["claimed", "label", "single", "shown"], errors="ignore")
-    old = {name: rows for name, rows in tables.items() if name not in ("expert_scores", "predictors")}
-    run = write_run(tmp_path / "run", old)
-    assert words_of(run) == []
-    assert [key.name for key in run.verb.summary(run).key_numbers] == [
-        "Loss of the untouched model",
-        "Largest loss without one expert",
-    ]
-    assert run.verb.measures(run)[0].frame["beyond"].isna().all()
-    (section,) = run.verb.joint([run])
-    names = [spec.name for spec, _ in section.figures]
-    assert names == ["effect_predictors", "effect_against"], "computed from the effects"
-
-
 def test_continuations_stand_side_by_side_and_say_where_they_part(tmp_path):
     text = pd.DataFrame(
         {

@@ -107,9 +107,9 @@ def correlate(scores: pd.DataFrame, predictor: str, given: str | None = None, se
         nan = float("nan")
         return Correlation(nan, nan, nan, nan, nan, nan, (), np.array([]))
     by_layer = np.array([float(x @ y) for x, y in pairs])
-    value, low, high, p, chance = mean_correlation(pairs, FEWEST_CLAIMED, seed)
-    if given is not None:
-        low = high = p = chance = float("nan")
+    value, low, high, p, chance = float(by_layer.mean()), *[float("nan")] * 4
+    if given is None:
+        value, low, high, p, chance = mean_correlation(pairs, FEWEST_CLAIMED, seed)
     return Correlation(value, low, high, p, chance, split_half_ceiling(halves), tuple(layers), by_layer)
 
 
