@@ -11,7 +11,7 @@ import numpy as np
 import scipy  # its parts are imported when they are used: they are slow to import
 from numpy.typing import NDArray
 
-from moescope.tables import FEWEST_DOCUMENTS
+from moescope.tables import FEWEST_DOCUMENTS as FEWEST_DOCUMENTS
 from moescope.types import Array, Integers
 
 BUCKETS = 256  # documents are hashed into this many groups, so that memory does not grow with their number
