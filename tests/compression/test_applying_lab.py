@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from compression.test_damage_lab import calibrated
+from compression.tiny_plans import calibrated
 from decoder.tiny_lab import run, text
 from families.test_router_rewriting import KEPT, costs, keys, restricted, saved, thresholds
 from moescope.checkpoint import open_checkpoint

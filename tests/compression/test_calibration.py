@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from compression.tiny_plans import documents, traced
 from families.tiny_models import own_experts, tiny_model
 from moescope.compression.calibration import (
     SUM_NAMES,
@@ -24,22 +25,8 @@ from moescope.compression.calibration import (
 )
 from moescope.errors import BadInput
 from moescope.execution.documents import Document, Window
-from moescope.execution.models import TracedModel, runner_of
 
 KINDS = ["mixtral", "qwen3_moe", "olmoe", "deepseek_v3", "gpt_oss", "granitemoe", "llama4_text", "dbrx"]
-
-
-def traced(kind: str = "mixtral") -> TracedModel:
-    model = tiny_model(kind).model
-    return TracedModel(kind, model, runner_of(model), None, "cpu")
-
-
-def documents(count: int = 30, seed: int = 0, longest: int = 20) -> list[Document]:
-    generator = np.random.default_rng(seed)
-    return [
-        Document(number, 0, generator.integers(3, 64, generator.integers(2, longest)))
-        for number in range(count)
-    ]
 
 
 class Everything:
@@ -95,7 +82,7 @@ def by_hand(kind: str, texts: list[Document]) -> dict[int, dict[str, np.ndarray]
 def test_pruning_sums_equal_those_of_a_dense_run_by_hand_document_by_document(kind):
     texts = documents(6, longest=12)
     collector = RoutedSums()
-    calibrate(traced(kind), texts, [collector], batch_size=4)
+    calibrate(traced(tiny_model(kind).model), texts, [collector], batch_size=4)
     expected = by_hand(kind, texts)
     for index, layer in enumerate(sorted(collector.layers)):
         for name in SUM_NAMES:
@@ -112,7 +99,7 @@ def test_gates_times_ungated_outputs_give_what_the_experts_gave(kind):
     """
     keeper = Everything(with_outputs=True)
     outputs: list[torch.Tensor] = []
-    model = traced(kind)
+    model = traced(tiny_model(kind).model)
     for block in (seen for seen in model.model.modules() if type(seen).__name__.endswith("Experts")):
         block.register_forward_hook(lambda module, args, output: outputs.append(output.detach().clone()))
     calibrate(model, documents(1), [keeper])
@@ -144,7 +131,7 @@ def test_sums_of_two_texts_added_are_the_sums_over_both(tmp_path):
     found = []
     for texts in (first, second, [*first, *second]):
         collector = RoutedSums()
-        calibrate(traced("deepseek_v3"), texts, [collector])
+        calibrate(traced(tiny_model("deepseek_v3").model), texts, [collector])
         found.append(collector.sums())
     save_sums(tmp_path / "a.safetensors", found[0], {"documents": 12})
     ours, facts = load_sums(tmp_path / "a.safetensors")
@@ -191,7 +178,7 @@ def test_no_tensor_of_experts_times_tokens_times_width_is_made_for_pruning(kind)
     Weights are small beside them, so the largest tensor made is of tokens.
     """
     keeper = Everything()
-    calibrate(traced(kind), documents(1), [keeper])
+    calibrate(traced(tiny_model(kind).model), documents(1), [keeper])
     routing, block, _ = keeper.seen[-1]
     tokens, width = 2000, routing.x_TD.shape[1]
     copies = tokens // len(routing.x_TD) + 1
@@ -217,7 +204,7 @@ def test_no_tensor_of_experts_times_tokens_times_width_is_made_for_pruning(kind)
 
 def test_gates_and_choices_are_those_the_experts_were_handed_not_recomputed():
     """A router that is overruled on its way to the experts: what counts is what they were handed."""
-    model = traced("mixtral")
+    model = traced(tiny_model("mixtral").model)
 
     def overrule(module, args):
         x, chosen, gates = args
@@ -250,7 +237,7 @@ def test_parts_hold_whole_experts_and_no_more_rows_than_asked_but_for_one_large_
 
 def sampled(texts: list[Document], most: int, seed: int = 0, batch_size: int = 8) -> StateSample:
     sample = StateSample(seed, most)
-    calibrate(traced("mixtral"), texts, [sample], batch_size=batch_size)
+    calibrate(traced(tiny_model("mixtral").model), texts, [sample], batch_size=batch_size)
     return sample
 
 
@@ -281,7 +268,7 @@ def test_samples_of_two_texts_make_the_sample_of_both():
 def test_a_sample_is_spread_evenly_over_positions():
     texts = [Document(n, 0, np.random.default_rng(n).integers(3, 64, 60)) for n in range(40)]
     keeper = Everything()
-    calibrate(traced("mixtral"), texts, [keeper])
+    calibrate(traced(tiny_model("mixtral").model), texts, [keeper])
     from moescope.compression.calibration import draws
 
     picked = []
@@ -318,7 +305,7 @@ def test_states_hold_the_router_s_own_logits_choices_and_gates_and_survive_a_fil
 )
 def test_how_gates_are_made_is_found_from_the_sample_and_routes_it_as_the_model_did(kind, normalised, scale):
     sample = StateSample()
-    found = calibrate(traced(kind), documents(20), [sample])
+    found = calibrate(traced(tiny_model(kind).model), documents(20), [sample])
     for layer, states in sample.states.items():
         gating = find_gating(states, found.blocks[layer].scoring)
         assert gating.explains
@@ -333,7 +320,7 @@ def test_how_gates_are_made_is_found_from_the_sample_and_routes_it_as_the_model_
 
 def test_gates_made_in_a_way_nobody_knows_are_not_explained():
     sample = StateSample()
-    found = calibrate(traced("mixtral"), documents(20), [sample])
+    found = calibrate(traced(tiny_model("mixtral").model), documents(20), [sample])
     layer, states = next(iter(sample.states.items()))
     strange = LayerStates(
         states.x_TD, states.logits_TE, states.chosen_TK, torch.rand_like(states.gates_TK), states.draw_T

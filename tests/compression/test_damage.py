@@ -10,27 +10,14 @@ from dataclasses import replace
 import pytest
 import torch
 
-from compression.tiny_plans import FAMILIES, documents, merging_plan, pruning_plan, saved, traced
-from families.test_writing import KINDS as EVERY_KIND
+from compression.tiny_plans import FAMILIES, calibrated, merging_plan, pruning_plan, saved, traced
+from families.tiny_models import KINDS as EVERY_KIND
 from moescope.compression.applying import RunningExperts, apply_plan
-from moescope.compression.calibration import StateSample, calibrate, find_gating
 from moescope.compression.damage import measured_errors, original_outputs, predict
 from moescope.execution.models import load_model
 from moescope.types import ExpertWeights, LayerPlan
 
 KINDS = sorted({kind for kind, _ in FAMILIES})
-
-
-def calibrated(model, most: int = 200):
-    """States of a model, and how each of its layers chooses."""
-    sample = StateSample(most=most)
-    found = calibrate(model, documents(20), [sample])
-    states = sample.states
-    return (
-        states,
-        {layer: find_gating(own, found.blocks[layer].scoring) for layer, own in states.items()},
-        found.blocks,
-    )
 
 
 @pytest.mark.parametrize("kind", [*KINDS, "llama4_text"])

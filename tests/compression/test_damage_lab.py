@@ -11,14 +11,12 @@ from typing import Any
 import pytest
 import torch
 
-from compression.tiny_plans import documents, pruning_plan
+from compression.tiny_plans import calibrated, pruning_plan
 from families.test_router_rewriting import saved
 from moescope.checkpoint import open_checkpoint
 from moescope.compression.applying import apply_plan
 from moescope.compression.calibration import (
     LayerStates,
-    StateSample,
-    calibrate,
     find_gating,
     states_from_arrays,
     states_to_arrays,
@@ -38,18 +36,6 @@ ROUTERS: list[tuple[str, dict[str, Any]]] = [
     ("spectra", {}),
     ("spectra", {"router_options": {"plain": True}}),
 ]
-
-
-def calibrated(model: TracedModel) -> tuple[dict[int, LayerStates], dict[int, Any], dict[int, Any]]:
-    sample = StateSample(most=200)
-    found = calibrate(model, documents(20), [sample])
-    states = sample.states
-    gating = {
-        layer: find_gating(own, found.blocks[layer].scoring)
-        for layer, own in states.items()
-        if found.blocks[layer].scoring is not None
-    }
-    return states, gating, found.blocks
 
 
 def predict_pruning(folder: Path, router: str, changes: dict[str, Any], keep: int = 4) -> tuple[Any, ...]:

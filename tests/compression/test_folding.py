@@ -10,13 +10,7 @@ import pytest
 import torch
 
 from moescope.compression.calibration import Gating, LayerStates
-from moescope.compression.folding import (
-    RouterParts,
-    fold_router,
-    load_thresholds,
-    mean_router,
-    wanted_load,
-)
+from moescope.compression.folding import RouterParts, fold_router, load_thresholds, mean_router, wanted_load
 from moescope.errors import BadInput
 from moescope.execution.scoring import Scoring
 

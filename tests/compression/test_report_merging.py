@@ -15,11 +15,7 @@ from report_payloads import glossary_terms, payloads
 def test_groups_and_distances_are_drawn_and_every_column_is_explained(merged_run, tmp_path):
     page = moescope.report(merged_run, out=tmp_path / "report.html").read_text(encoding="utf-8")
     names = set(payloads(page))
-    for name in (
-        "experts-0-dendrogram",
-        "experts-1-group_sizes",
-        "distances-0-expert_distance",
-    ):
+    for name in ("experts-0-dendrogram", "experts-1-group_sizes", "distances-0-expert_distance"):
         assert any(place.endswith(name) for place in names), name
     for name in ("merges", "geometry_layers"):
         for column in set(merged_run.verb.tables[name].columns) - {"matched_l2", "matched_sv"}:

@@ -36,12 +36,7 @@ HAND = sums_of(
 
 @pytest.mark.parametrize(
     ("score", "expected"),
-    [
-        (frequency, [2, 1, 0]),
-        (gate_weight, [0.75, 1.0, 0]),
-        (ean, [6.0, 3.0, 0]),
-        (reap, [1.0, 3.0, 0.0]),
-    ],
+    [(frequency, [2, 1, 0]), (gate_weight, [0.75, 1.0, 0]), (ean, [6.0, 3.0, 0]), (reap, [1.0, 3.0, 0.0])],
 )
 def test_scores_of_three_tokens_by_hand(score, expected):
     assert score_experts(HAND, 3, score).tolist() == expected

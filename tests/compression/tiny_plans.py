@@ -9,8 +9,10 @@ import torch
 
 from families.tiny_models import TinyModel, tiny_model
 from moescope.checkpoint import open_checkpoint
+from moescope.compression.calibration import Gating, LayerStates, StateSample, calibrate, find_gating
 from moescope.compression.plan import Fits, LayerFit, checkpoint_mark
 from moescope.compression.pruning import keep_best
+from moescope.execution.adapters import Block
 from moescope.execution.documents import Document
 from moescope.execution.models import TracedModel, runner_of
 from moescope.families import MoeCheckpoint, read_moe
@@ -48,6 +50,17 @@ def documents(count: int = 30, seed: int = 0, longest: int = 20) -> list[Documen
         Document(number, 0, generator.integers(3, 64, generator.integers(2, longest)))
         for number in range(count)
     ]
+
+
+def calibrated(
+    model: TracedModel, most: int = 200
+) -> tuple[dict[int, LayerStates], dict[int, Gating], dict[int, Block]]:
+    """States of a model, how each of its layers chooses where it has logits, and its blocks."""
+    sample = StateSample(most=most)
+    blocks = calibrate(model, documents(20), [sample]).blocks
+    scorings = {layer: block.scoring for layer, block in blocks.items() if block.scoring is not None}
+    gating = {layer: find_gating(sample.states[layer], scoring) for layer, scoring in scorings.items()}
+    return sample.states, gating, blocks
 
 
 def pruning_plan(moe: MoeCheckpoint, count: int, seed: int = 0) -> Plan:

@@ -13,13 +13,7 @@ from geometry.experts import output, random_expert, shuffled
 from moescope.errors import BadInput
 from moescope.geometry import matching as matching_module
 from moescope.geometry.distances import PolarFactor, distance, polar_factor, sv_alignment
-from moescope.geometry.matching import (
-    PROJECTIONS,
-    Rotation,
-    match_neurons,
-    matched_chance,
-    projections_of,
-)
+from moescope.geometry.matching import PROJECTIONS, Rotation, match_neurons, matched_chance, projections_of
 from moescope.types import ExpertWeights
 
 

@@ -15,13 +15,7 @@ from moescope.spectral.decompose import (
     random_rank,
     spectrum_statistics,
 )
-from spectral.builders import (
-    STORED_BITS,
-    expert_with_spectrum,
-    lapack_align,
-    stored_low_rank,
-    unit_rows,
-)
+from spectral.builders import STORED_BITS, expert_with_spectrum, lapack_align, stored_low_rank, unit_rows
 
 SHAPES = {"tall": (96, 40), "wide": (40, 96), "square": (48, 48)}
 BOUND = {"exact": 1e-9, "fast": 1e-6}

@@ -56,10 +56,7 @@ def test_a_batch_finds_the_rank_that_the_stored_dtype_allows(dtype, shape):
     bits = STORED_BITS[dtype]
     batch = gpu.decompose_batch(matrices, rows, k_grid, 1e-6, bits)
     for rank, matrix, theirs in zip(ranks, matrices, batch, strict=True):
-        ours, one = (
-            decompose(matrix, rows, k_grid, bits=bits),
-            gpu.decompose_by_svd(matrix, rows, bits),
-        )
+        ours, one = (decompose(matrix, rows, k_grid, bits=bits), gpu.decompose_by_svd(matrix, rows, bits))
         if rank < min(shape):
             assert ours.rank == rank
         for other in (theirs, one):
@@ -164,9 +161,7 @@ def test_experts_are_solved_in_their_order_batch_by_batch(monkeypatch):
     monkeypatch.setattr(gpu, "batch_size", lambda *_: 3)
     sizes, solve = [], gpu.decompose_batch
     monkeypatch.setattr(
-        gpu,
-        "decompose_batch",
-        lambda matrices, *rest: sizes.append(len(matrices)) or solve(matrices, *rest),
+        gpu, "decompose_batch", lambda matrices, *rest: sizes.append(len(matrices)) or solve(matrices, *rest)
     )
     made = [expert_and_rows(seed, (30, 20), spectrum("flat", 20)) for seed in range(8)]
     rows = torch.from_numpy(made[0][1])

@@ -4,12 +4,7 @@ import scipy.linalg
 import torch
 
 from moescope.spectral.decompose import decompose
-from moescope.spectral.subspaces import (
-    Similarity,
-    make_subspace_grid,
-    orthogonality,
-    similarities,
-)
+from moescope.spectral.subspaces import Similarity, make_subspace_grid, orthogonality, similarities
 from spectral.builders import orthonormal, unit_rows
 
 
