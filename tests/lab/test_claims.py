@@ -708,6 +708,11 @@ def test_claims_need_a_study(tmp_path: Path):
 # --- functions of the user
 
 
+def test_a_file_may_have_the_name_of_a_library(tmp_path: Path):
+    (tmp_path / "numpy.py").write_text("import numpy\ndef total():\n    return numpy.ones(2).sum()\n")
+    assert load_function("numpy.py:total", tmp_path, "probe")() == 2
+
+
 def test_a_probes_tables_survive_as_rows():
     frames = {
         "map": pd.DataFrame({"expert": [0, 1], "x": [0.5, math.nan]}),

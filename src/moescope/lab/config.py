@@ -593,6 +593,6 @@ def load_function(place: str, folder: Path, where: str) -> Callable[..., Any]:
 def names_of_file(path: Path) -> dict[str, Any]:
     sys.path.insert(0, str(path.parent))
     try:
-        return runpy.run_path(str(path), run_name=path.stem)
+        return runpy.run_path(str(path), run_name=f"moescope_user_{path.stem}")
     finally:
         sys.path.remove(str(path.parent))
