@@ -261,7 +261,7 @@ def ask_hub(monkeypatch, tmp_path):
 
 @pytest.fixture
 def hub(folder, ask_hub):
-    with serving(folder, hub=True) as running:
+    with serving(folder, {"tiny/moe": folder}) as running:
         ask_hub(running)
         yield running
 

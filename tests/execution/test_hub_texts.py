@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from execution.dataset_hub import COMMIT, serving_datasets
+from checkpoint.servers import COMMITS, serving
 from moescope.errors import BadInput
 from moescope.execution.texts import choose_column, find_hub_text, sources
 from moescope.run import Run
@@ -83,7 +83,7 @@ def hub(tmp_path_factory):
             lines(folder / "own" / name / f"{split}.jsonl", [{"text": split}])
     (folder / "own" / "broken").mkdir()
     (folder / "own" / "broken" / "train.jsonl").write_text('{"text": "one"\n')
-    with serving_datasets(folder) as server:
+    with serving(folder, {f"own/{place.name}": place for place in (folder / "own").iterdir()}) as server:
         yield server
 
 
@@ -111,9 +111,9 @@ def test_rows_come_in_order_from_the_training_split_and_can_be_read_again(found)
 
 
 def test_a_run_holds_on_to_commit_config_split_and_column(found):
-    assert found["plain"]["identity"] == [[f"hf://datasets/own/plain@{COMMIT}/default:train#text"]]
+    assert found["plain"]["identity"] == [[f"hf://datasets/own/plain@{COMMITS['main']}/default:train#text"]]
     assert found["named column"] == {
-        "identity": [[f"hf://datasets/own/tongues@{COMMIT}/de:train#sentence"]],
+        "identity": [[f"hf://datasets/own/tongues@{COMMITS['main']}/de:train#sentence"]],
         "rows": ["in de"],
         "again": "in de",
     }
