@@ -12,6 +12,7 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTens
 from decoder.tiny_lab import VOCABULARY, padding, run, text, tiny, train_step, trained
 from moescope.decoder.model import LabModel
 from moescope.decoder.routers import ROUTERS
+from moescope.errors import BadInput
 from moescope.routing.counts import Counts
 from moescope.routing.metrics import DIAGNOSTICS, METRICS
 from moescope.routing.monitor_capture import DiagnosticTally
@@ -308,3 +309,33 @@ def test_bfloat16_gives_the_same_logits_up_to_its_rounding(router):
     # A choice near a tie may fall otherwise, so not every token need agree.
     assert ((rounded - exact).abs().amax(-1) < 0.1 * exact.std()).float().mean() > 0.8
     assert not torch.equal(rounded, exact)
+
+
+@pytest.mark.parametrize(
+    ("router", "options", "message"),
+    [
+        ("some", {"beta": 0.1}, "router some: unknown option 'beta'"),
+        ("some", {"publish_usage": True}, "did you mean 'published_usage'?"),
+        ("some", {"temperature": 0.0}, "temperature must be more than 0"),
+        ("some", {"peer_pull": -0.1}, "peer_pull must be 0 or more"),
+        ("some", {"decay": 1.0}, "decay must be at least 0 and below 1"),
+        ("some", {"decay_percentile": 101.0}, "decay_percentile must be between 0 and 100"),
+        ("some", {"respawn": True, "frozen_keys": True}, "respawn needs decaying keys"),
+        ("some", {"decay_after": 2.5}, "decay_after must be an integer"),
+        ("spectra", {"router_dim": 32}, "router_dim must be at least 64, not 32"),
+        ("spectra", {"repulsion": "strong"}, "'strong'; known: between, published, none"),
+        ("spectra", {"penalty_sign": "minus"}, "known: cost, published"),
+        ("spectra", {"evaluation": "batch"}, "known: potentials, published"),
+        ("spectra", {"iterations": 0}, "iterations must be more than 0"),
+        ("spectra", {"entropy_weight": float("nan")}, "entropy_weight must be 0 or more"),
+        ("spectra", {"quota": "no"}, "quota must be true or false, not 'no'"),
+        ("expert_choice", {"capacity_factor": 0.0}, "capacity_factor must be more than 0"),
+        ("expert_choice", {"decay": 1.0}, "decay must be at least 0 and below 1"),
+        ("hash", {"of": "next"}, "unknown of of router hash 'next'; known:"),
+        ("top2", {"reads": "next"}, "unknown reads of router top2 'next'; known:"),
+    ],
+)
+def test_options_that_make_no_sense_are_rejected_by_name(router, options, message):
+    with pytest.raises(BadInput) as error:
+        LabModel(tiny(router, router_options=options))
+    assert message in str(error.value)

@@ -10,7 +10,6 @@ import torch
 from decoder.routers.builders import noise, tokens
 from decoder.routers.test_spectra import R, made, travelled
 from moescope.decoder.routers.spectra import ABLATIONS, Spectra
-from moescope.errors import BadInput
 
 LOSSES = ("orthogonality", "entropy", "speciality")
 DOWN_FROM = {  # what follows from a changed part
@@ -135,28 +134,3 @@ def test_each_ablation_builds_and_names_an_option_that_differs_from_its_default(
     for options in ABLATIONS.values():
         assert all(Spectra.OPTIONS[name] != value for name, value in options.items())
         made(**options)(tokens(noise(8)))
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"gruu": False}, "router spectra: unknown option 'gruu'; did you mean 'gru'?"),
-        ({"router_dim": 32}, "router_dim must be at least 64, not 32"),
-        (
-            {"repulsion": "strong"},
-            "unknown repulsion of router spectra 'strong'; known: between, published, none",
-        ),
-        ({"penalty_sign": "minus"}, "known: cost, published"),
-        ({"evaluation": "batch"}, "known: potentials, published"),
-        ({"epsilon": 0.0}, "epsilon must be more than 0"),
-        ({"iterations": 0}, "iterations must be more than 0"),
-        ({"potential_decay": 1.0}, "potential_decay must be at least 0 and below 1"),
-        ({"entropy_weight": -0.1}, "entropy_weight must be 0 or more"),
-        ({"entropy_weight": float("nan")}, "entropy_weight must be 0 or more"),
-        ({"quota": "no"}, "quota must be true or false, not 'no'"),
-    ],
-)
-def test_options_that_make_no_sense_are_refused_by_name(options, message):
-    with pytest.raises(BadInput) as error:
-        made(**options)
-    assert message in str(error.value)
