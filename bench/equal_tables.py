@@ -55,7 +55,7 @@ BASE = "d130f29"
 IGNORED = {  # times, speeds and memory: "column", or "table.column"
     "tokens_per_second", "step_seconds", "peak_memory_bytes", "seconds", "milliseconds", "overhead.share",
 }  # fmt: skip
-IGNORED_KEYS = {"path", "header_hash", "arrays_sha256", "moescope_plan", "seconds"}  # of JSON files
+IGNORED_KEYS = {"path", "header_hash", "tokenizer", "arrays_sha256", "moescope_plan", "seconds"}  # of JSON
 IGNORED_FILES = {"run.json", "setup.json"}
 TOLERANCE = 1e-12  # times max(1, |x|)
 # Runs of one version that agree: on two Ray workers -> in this process.

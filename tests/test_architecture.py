@@ -106,7 +106,7 @@ BUDGETS = {
     "demo": 119,
     "deployment": 1341,
     "execution": 3395,
-    "families": 952,
+    "families": 945,
     "geometry": 367,
     "intervention": 1569,
     "lab": 4468,

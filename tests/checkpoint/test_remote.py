@@ -304,6 +304,12 @@ def test_a_hub_id_that_leads_nowhere_is_one_line(hub, model, part):
     assert part in message
 
 
+def test_a_silent_hub_is_one_line(hub, monkeypatch):
+    monkeypatch.setattr(remote_module, "SILENCE", 0.2)
+    hub.silent = True
+    assert "the hub cannot be reached" in refusal("tiny/moe")
+
+
 def test_a_mistyped_folder_is_not_looked_for_on_the_hub(tmp_path, folder, monkeypatch):
     monkeypatch.chdir(folder.parent.parent)  # files/moe is here
     assert "did you mean files/moe?" in refusal("files/mo")

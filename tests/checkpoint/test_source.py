@@ -281,17 +281,10 @@ def test_an_index_that_does_not_fit_its_files_is_refused_by_name(tmp_path, chang
 @pytest.mark.parametrize(
     "place",
     [
-        "../../x.safetensors",
-        "../outside/model.safetensors",
-        "sub/x.safetensors",
-        "..",
-        ".",
-        "",
-        7,
-        None,
-        ["a"],
-        "absolute",
+        *("../../x.safetensors", "../outside/model.safetensors", "sub/x.safetensors", "absolute"),
+        *("..", ".", "", 7, None, ["a"]),
     ],
+    ids=str,
 )
 def test_an_index_may_only_name_files_beside_it(tmp_path, place):
     outside = tiny_checkpoint(tmp_path / "outside") / "model.safetensors"

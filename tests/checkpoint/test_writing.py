@@ -46,18 +46,8 @@ EVERY_DTYPE = {
         0, 2 if dtype is torch.bool else 256, (5, 3 * dtype.itemsize), dtype=torch.uint8
     ).view(dtype)
     for dtype in (
-        torch.uint8,
-        torch.float8_e4m3fn,
-        torch.float8_e5m2,
-        torch.bool,
-        torch.bfloat16,
-        torch.float16,
-        torch.float32,
-        torch.float64,
-        torch.int64,
-        torch.int32,
-        torch.int16,
-        torch.int8,
+        *(torch.uint8, torch.float8_e4m3fn, torch.float8_e5m2, torch.bool, torch.bfloat16, torch.float16),
+        *(torch.float32, torch.float64, torch.int64, torch.int32, torch.int16, torch.int8),
     )
 }
 ODD_SHAPES = {"none": torch.ones(0, 4), "one": torch.tensor(3.5), "turned": torch.arange(6.0).reshape(2, 3).T}
@@ -161,25 +151,10 @@ def test_shards_that_hold_nothing_are_refused(tmp_path):
 
 def test_small_files_come_along_and_weights_and_indices_do_not(tmp_path):
     source = tiny_checkpoint(tmp_path / "source", shards=2)
-    kept = [
-        "tokenizer.json",
-        "tokenizer.model",
-        "generation_config.json",
-        "chat_template.jinja",
-        "merges.txt",
-        "modeling_x.py",
-        "LICENSE",
-    ]
-    left = [
-        "pytorch_model.bin",
-        "pytorch_model.bin.index.json",
-        "optimizer.pt",
-        "model.gguf",
-        "trainer_state.json",
-        ".gitattributes",
-        "consolidated.safetensors",
-        "tf_model.h5",
-    ]
+    kept = ["tokenizer.json", "tokenizer.model", "generation_config.json", "chat_template.jinja"]
+    kept += ["merges.txt", "modeling_x.py", "LICENSE"]
+    left = ["pytorch_model.bin", "pytorch_model.bin.index.json", "optimizer.pt", "model.gguf", "tf_model.h5"]
+    left += ["trainer_state.json", ".gitattributes", "consolidated.safetensors"]
     for name in (*kept, *left):
         (source / name).write_text(name)
     for folder in ("additional_chat_templates", "original"):

@@ -202,26 +202,12 @@ def test_absurd_sizes_are_found_before_memory_is_taken(field, whole, tmp_path):
 
 
 VALUES = [None, "x", [], {}, -1, 0, 2.5, 10**30, True]
-FIELDS = [
-    "hidden_size",
-    "intermediate_size",
-    "num_hidden_layers",
-    "num_local_experts",
-    "num_attention_heads",
-    "num_key_value_heads",
-    "max_position_embeddings",
-    "vocab_size",
-    "hidden_act",
-    "rms_norm_eps",
-    "rope_parameters",
-    "pad_token_id",
-    "model_type",
-    "dtype",
-    "sliding_window",
-    "quantization_config",
-    "architectures",
-    "tie_word_embeddings",
-]
+FIELDS = (
+    *("hidden_size", "intermediate_size", "num_hidden_layers", "num_local_experts", "num_attention_heads"),
+    *("num_key_value_heads", "max_position_embeddings", "vocab_size", "hidden_act", "rms_norm_eps"),
+    *("rope_parameters", "pad_token_id", "model_type", "dtype", "sliding_window", "quantization_config"),
+    *("architectures", "tie_word_embeddings"),
+)
 MISTYPED = [
     # every value and every field in the fast tests, all pairs in the slow ones
     pytest.param(

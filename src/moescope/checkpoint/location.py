@@ -375,7 +375,8 @@ def hub_commit(repository: str, revision: str | None, kind: str = "model") -> tu
 
     label = f"{repository}@{revision}" if revision else repository
     try:
-        return HfApi().repo_info(repository, revision=revision, repo_type=kind).sha, ""
+        found = HfApi().repo_info(repository, revision=revision, repo_type=kind, timeout=SILENCE)
+        return found.sha, ""
     except hub.RevisionNotFoundError:
         raise BadInput(f"{label}: the hub has no such revision of it; check its name") from None
     except hub.GatedRepoError:

@@ -141,12 +141,12 @@ def is_quantised(name: str) -> bool:
 
 
 def checkpoint_identity(name: str) -> dict[str, Any]:
-    checkpoint = checked_checkpoint(name)
+    checkpoint, tokenizer = checked_checkpoint(name), tokenizer_hash(name)
     if checkpoint is None:
         path, _, revision = name.partition("@")
-        return {"path": path, "revision": revision or None, "header_hash": None}
+        return {"path": path, "revision": revision or None, "header_hash": None, "tokenizer": tokenizer}
     facts = {"path": checkpoint.address, "revision": checkpoint.revision}
-    return {**facts, "header_hash": checkpoint.header_hash(), "tokenizer": tokenizer_hash(name)}
+    return {**facts, "header_hash": checkpoint.header_hash(), "tokenizer": tokenizer}
 
 
 def tokenizer_files(name: str) -> list[Path]:
