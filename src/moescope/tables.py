@@ -78,8 +78,9 @@ class Column:
         return {name: getattr(self, name) for name in names}
 
     def share(self, value: float, most: float) -> float:
-        """Return the value's share of the way from the least possible value (0 if not known) to the most."""
-        least = float(self.least) if isinstance(self.least, int | float) else 0.0
+        """Return the value's share of the way to the most, from the least or 0; of a ratio from chance."""
+        start = self.chance if self.scale == "ratio" else self.least
+        least = float(start) if isinstance(start, int | float) else 0.0
         return (value - least) / (most - least) if most > least else float("nan")
 
     def size(self, value: float, most: float) -> str:

@@ -11,6 +11,7 @@ from moescope.routing.load_balance import Setting, random_loads
 from moescope.routing.metrics import METRICS
 from moescope.routing.report import summary
 from moescope.routing.specialisation import information
+from moescope.routing.tables import TABLES
 from moescope.routing.trace import trace
 from routing.counted import counted
 
@@ -102,6 +103,13 @@ def test_loads_are_called_by_their_share_of_collapse(name, share, word):
     value = metric.value(between_even_and_collapsed(share))
     assert metric.column.share(value, metric.collapse(Setting(1000, 8, 2))) == pytest.approx(share)
     assert metric.column.size(value, metric.collapse(Setting(1000, 8, 2))) == word
+
+
+def test_an_expert_s_load_is_called_by_its_way_from_an_even_share_to_collapse():
+    column = TABLES["load_totals"].column("times_even")
+    assert [column.size(times, 4.0) for times in (1.0, 1.1, 1.17, 1.7, 3.5)] == [
+        *("even", "even", "slightly uneven", "uneven", "collapsed")
+    ]
 
 
 @pytest.mark.parametrize(

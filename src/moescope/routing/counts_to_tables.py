@@ -349,6 +349,7 @@ def load_total_columns(counts: LayerCounts, gates: bool = True, experts: int | N
         "reference": rank_E == (n - 1) // 2,
         "unused": load_E == 0,
         "few": bool(even < FEWEST_EXPECTED),
+        "load_at_collapse": n / setting.k_at_collapse,
         "busiest_by_chance": busiest_quantile(setting, 0.5 ** (1 / looks)),
         "busiest_limit": busiest_quantile(setting, (1 - LEVEL) ** (1 / looks)),
         "p": p_E,

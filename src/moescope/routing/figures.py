@@ -24,7 +24,7 @@ LOAD = define_figures(TABLES,
         details="Colour starts where the noise over documents ends. Ringed: not an even share, Holm-corrected over all experts."),
     Bars("usage_by_expert", "load", y="tokens", x="expert", by="domain", stacked=True, pages="layer", title="Tokens per expert by domain", was={"usage_by_expert_log": ""}),
     Lines("lorenz", "load_totals", y="load_share", x="rank_share", by="layer", title="Share of the load of the busiest experts", was={"usage_by_rank": ""}),
-    Lines("balance_by_layer", "routing_layers", y=BALANCE, where=CAPACITY, pages=QUANTITY, title="Load balance by layer", details="Bars: 95 % intervals over documents of the value without the bias of few documents.",
+    Lines("balance_by_layer", "routing_layers", y=BALANCE, where=CAPACITY, pages=QUANTITY, title="Load balance by layer", details="Bars: 95 % intervals over documents of the value without the bias of few documents, of which chance is even loads (CV 0), not the dashed line.",
         was={"cv_by_layer": "cv", "max_violation_by_layer": "max_violation", "gini_by_layer": "gini", "load_entropy_by_layer": "load_entropy_share", "load_balancing_loss_by_layer": "load_balancing_loss"}),
     Lines("by_domain", "routing_layers", y=("cv", "routing_entropy"), by="domain", pages=QUANTITY, title="Balance and decisions by domain", was={"cv_by_domain": "cv", "routing_entropy_by_domain": "routing_entropy"}),
 )

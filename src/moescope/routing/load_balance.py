@@ -310,10 +310,11 @@ def busiest_quantile(setting: Setting, q: float) -> float:
 
 def unused_quantile(setting: Setting, q: float) -> float:
     """Quantile of the share of unused experts, of independent experts."""
-    from scipy.stats import binom
+    from scipy.special import bdtrik
 
     n = setting.n_experts
-    return float(binom.ppf(q, n, (1 - min(setting.k / n, 1.0)) ** setting.tokens) / n)
+    most = bdtrik(q, n, (1 - min(setting.k / n, 1.0)) ** setting.tokens)  # NaN where that is about 0
+    return float(np.maximum(np.ceil(np.nan_to_num(most)), 0) / n)
 
 
 def same_first_quantile(setting: Setting, q: float) -> float:

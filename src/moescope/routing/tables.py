@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from moescope.routing.metrics import DIAGNOSTICS, METRICS
+from moescope.routing.metrics import DIAGNOSTICS, EVENNESS, METRICS
 from moescope.tables import Column, Table, define_tables
 
 PURPOSE = "depends on the purpose"
@@ -33,7 +33,8 @@ COLUMNS: dict[str, Column] = {
     "even": Column("float", "Tokens of an even share of the load.", "choices/n", label="even share"),
     "times_even": Column("float", "Load of the expert over an even share.", "c n/Σ c", at_worst="0 or n/k", at_chance="1",
         at_best="1", label="load", unit="× even share", chance_label="even share", noise="times_even_noise",
-        extreme=("busiest_by_chance", "busiest_limit"), **TIMES),
+        extreme=("busiest_by_chance", "busiest_limit"), most="load_at_collapse", sizes=EVENNESS, **TIMES),
+    "load_at_collapse": Column("float", "Load over an even share of the experts that get all tokens at collapse.", "n/k", label="load at collapse"),
     "busiest_by_chance": Column("float", "That load of the busiest of all experts of the step by chance: half of random routings lie above.",
         label="busiest by chance"),
     "busiest_limit": Column("float", "What the busiest of all experts of the step exceeds in 5 % of random routings.", label="limit of all experts"),
@@ -283,7 +284,7 @@ TABLES: dict[str, Table] = define_tables(
     Table("load_totals", "Load of every expert, all domains together, against an even share.",
         ("step", "layer", "phase", "expert"),
         ("tokens", "gate_weight", "even", "times_even", "times_even_noise", "gate_times_even", "rank_share", "load_share",
-         "load_share_chance", "reference", "unused", "few", "claimed", "busiest_by_chance", "busiest_limit")),
+         "load_share_chance", "reference", "unused", "few", "claimed", "busiest_by_chance", "busiest_limit", "load_at_collapse")),
     Table("routing_layers",
         "Every routing metric per layer with its references and interval; domain empty: all together.",
         ("step", "layer", "phase", "domain", "metric"),
