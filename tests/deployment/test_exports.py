@@ -37,18 +37,15 @@ def test_a_mapping_for_sglang_has_one_key_and_a_row_per_hidden_layer(exports):
     for name in ("balanced", "coactivation"):
         content = exports[0][f"sglang_{name}.json"]
         assert list(content) == ["physical_to_logical_map"]
+        assert (
+            exports[0][f"vllm_experimental_{name}.json"] == content["physical_to_logical_map"]
+        )  # none dense
         rows = np.array(content["physical_to_logical_map"])
         assert rows.shape == (2, 6)
         for row in rows:
             assert set(row) == set(range(4))  # every expert is somewhere
     dense = sglang_mapping({1: [1, 0, 2], 3: [2, 1, 0]}, 3, 5)
     assert dense["physical_to_logical_map"] == [[0, 1, 2], [1, 0, 2], [0, 1, 2], [2, 1, 0], [0, 1, 2]]
-
-
-def test_the_same_mapping_is_written_for_vllm(exports):
-    files, _ = exports
-    rows = files["sglang_balanced.json"]["physical_to_logical_map"]
-    assert files["vllm_experimental_balanced.json"] == rows  # no dense layers
 
 
 def test_hot_lists_rank_experts_by_use(exports):

@@ -79,7 +79,13 @@ def test_the_verb_finds_the_expert_that_carries_a_domain_and_no_other(change, tm
     rows = run.table("interventions").set_index(["expert", "domain"])
     assert sorted(rows.index[rows["claimed"]]) == [(PLANTED, "all"), (PLANTED, "counts")]
     assert rows.loc[(PLANTED, "counts"), "loss_difference"] > 1
-    assert rows.loc[(PLANTED, "noise"), "loss_difference"] == 0
+    assert rows.loc[(PLANTED, "noise"), ["loss_difference", "kl", "predictions_changed"]].tolist() == [
+        0,
+        0,
+        0,
+    ]
+    others = [expert for expert in range(EXPERTS) if expert != PLANTED]
+    assert (rows.loc[(others, "noise"), "kl"] > 0).all()
     words = [str(line) for line in run.verb.summary(run).findings]
     assert any(line.startswith(f"Domain counts needs layer 0, expert {PLANTED} most") for line in words)
     assert not any(line.startswith("Domain noise") for line in words)
