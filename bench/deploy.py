@@ -75,7 +75,8 @@ def own_seconds(chosen_TK: np.ndarray, n: int, most: int) -> float:
     start = time.process_time()
     recency(chosen_TK, n)
     sequence_S = chosen_TK.reshape(-1)
-    stack_depths([lfu(sequence_S, n), belady(sequence_S, n)], most)
+    often = lfu(sequence_S, n)
+    stack_depths([often, belady(sequence_S, n, known=often.known)], most)
     return (time.process_time() - start) / chosen_TK.size
 
 

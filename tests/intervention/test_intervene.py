@@ -227,44 +227,22 @@ def test_a_sweep_of_top_k_goes_to_twice_the_configured_number(place, tmp_path):
     assert rows["layer"].isna().all()
 
 
-def test_the_mean_output_is_that_of_calibration_documents(place, tmp_path):
-    """Against a forward pass in which the expert's output is replaced by its mean, computed here."""
+def test_the_mean_output_is_that_of_the_documents_that_are_not_judged(place, tmp_path):
+    """Against the same change made in Python, which test_hand_worked checks."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     run = intervene(place, tmp_path / "run", set="layer=2 expert=0 mean")
-    rows = run.table("intervention_documents")
-    lines = [json.loads(line)["text"] for name in "ab" for line in read(place / f"{name}.jsonl")]
+    judged = run.table("intervention_documents").set_index("document")["loss_changed"]
     tokenizer = AutoTokenizer.from_pretrained(place / "mixtral")
     model = AutoModelForCausalLM.from_pretrained(place / "mixtral")
-    experts = model.model.layers[2].mlp.experts
-    outputs = []
-
-    def collect(module, args, output):
-        x, index, _ = args
-        chosen = x[(index == 0).any(-1)]
-        gate, up = (chosen @ module.gate_up_proj[0].T).chunk(2, -1)
-        outputs.append((torch.nn.functional.silu(gate) * up) @ module.down_proj[0].T)
-
-    hook = experts.register_forward_hook(collect)
-    judged = set(rows["document"])
-    with torch.no_grad():
-        for number, line in enumerate(lines):
-            if number not in judged:
-                model(input_ids=torch.tensor([tokenizer(line)["input_ids"]]))
-        hook.remove()
-        mean = torch.cat(outputs).mean(0)
-        experts.down_proj[0] = 0
-
-        def add(module, args, output):
-            _, index, gates = args
-            return output + (gates * (index == 0)).sum(-1, keepdim=True) * mean
-
-        experts.register_forward_hook(add)
-        for row in rows.itertuples():
-            ids = torch.tensor(tokenizer(lines[row.document])["input_ids"])
-            logits = model(input_ids=ids[None]).logits[0, :-1].double()
-            loss = torch.nn.functional.cross_entropy(logits, ids[1:], reduction="sum").item()
-            assert row.loss_changed == pytest.approx(loss, rel=1e-5)
+    lines = [json.loads(line)["text"] for name in "ab" for line in read(place / f"{name}.jsonl")]
+    ids = [torch.tensor(tokenizer(line)["input_ids"]) for line in lines]
+    rest = [document for number, document in enumerate(ids) if number not in judged.index]
+    with moescope.modified(model, "layer=2 expert=0 mean", text=rest), torch.no_grad():
+        for number, loss in judged.items():
+            logits = model(input_ids=ids[number][None]).logits[0, :-1].double()
+            ours = torch.nn.functional.cross_entropy(logits, ids[number][1:], reduction="sum").item()
+            assert loss == pytest.approx(ours, rel=1e-5)
 
 
 @pytest.mark.parametrize(
