@@ -62,7 +62,7 @@ def test_under_ten_documents_there_is_no_interval_and_no_p():
     for documents, known in ((FEWEST_PAIRED, True), (FEWEST_PAIRED - 1, False)):
         tokens = np.full(documents, 9.0)
         found = summarise(*frames(difference[:, :documents], tokens, plan))
-        for column in ("loss_difference_low", "excess_high", "p", "q"):
+        for column in ("loss_difference_low", "loss_difference_std", "excess_high", "excess_std", "p", "q"):
             assert found[column].notna().all() == known, column
         assert found["excess"].notna().all()
 
@@ -90,8 +90,7 @@ def test_a_projection_counts_against_the_kind_of_control_that_explains_it_best()
     assert np.isnan(single.loc[0, "p"]), "one draw says nothing about others"
 
 
-def test_standard_errors_are_those_of_equal_documents_and_their_intervals():
-    """Of documents of equal length the standard error is the mean's; an interval is t times as wide."""
+def test_standard_errors_are_those_of_equal_documents():
     generator, tokens = np.random.default_rng(3), np.full(24, 8.0)
     difference = generator.standard_normal((5, 24))
     plan = {"layer": 0, "expert": np.arange(5), "calibration_load": 0.2}
@@ -99,11 +98,11 @@ def test_standard_errors_are_those_of_equal_documents_and_their_intervals():
     assert found["loss_difference_std"].tolist() == pytest.approx(stats.sem(difference, axis=1))
     excess = difference - (difference.sum(0) - difference) / 4
     assert found["excess_std"].tolist() == pytest.approx(stats.sem(excess, axis=1))
-    for name in ("loss_difference", "excess"):
-        half = (found[f"{name}_high"] - found[f"{name}_low"]) / 2
-        assert found[f"{name}_std"].tolist() == pytest.approx(half / stats.t.ppf(0.975, 23))
-    few = summarise(*frames(difference[:, :9], tokens[:9], plan))
-    assert few[["loss_difference_std", "excess_std"]].isna().all(axis=None)
+    half = (found["excess_high"] - found["excess_low"]) / 2
+    assert found["excess_std"].tolist() == pytest.approx(half / stats.t.ppf(0.975, 23))
+    assert found["p"].tolist() == pytest.approx(
+        stats.ttest_1samp(excess, 0, axis=1, alternative="greater").pvalue
+    )
 
 
 def test_a_projection_s_controls_are_their_mean_and_range():

@@ -30,30 +30,19 @@ def test_every_kind_of_run_draws_its_own_figures_and_no_others():
     assert drawn(single_tables(3, layer=[0, 1, 2])) == ["effects_by_layer"]
 
 
-@pytest.mark.parametrize(
-    "tables",
-    [
-        sweep_tables(),
-        projection_tables(layers=2),
-        projection_tables(beyond=0),
-        top_k_tables(),
-        single_tables(5),
-        single_tables(5, layer=np.arange(5)),
-    ],
-    ids=["sweep", "k", "no effect", "top_k", "changes", "layers"],
-)
-def test_titles_and_captions_are_short_axes_are_named_and_lines_are_few(tables):
-    for name in drawn(tables):
-        figure = SPECS[name].draw(tables)
-        assert len(figure.title.split()) <= 8, figure.title
-        for caption in (figure.caption, *(figure.slider.captions if figure.slider else ())):
-            words = re.sub(r"layer \d+, expert \d+", "place", re.sub(" < | = | × 10", "", caption)).split()
-            assert len(words) <= 25, caption
-        assert all(figure.layout[axis]["title"]["text"] for axis in ("xaxis", "yaxis")), name
-        assert figure.columns
-        shown = figure.slider.per_value if figure.slider else len(figure.data)
-        assert shown <= 12
-        figure.to_plotly()
+def test_titles_and_captions_are_short_axes_are_named_and_lines_are_few():
+    runs = (sweep_tables(), projection_tables(layers=2), projection_tables(beyond=0), top_k_tables())
+    for tables in (*runs, single_tables(5), single_tables(5, layer=np.arange(5))):
+        for figure in (SPECS[name].draw(tables) for name in drawn(tables)):
+            assert len(figure.title.split()) <= 8, figure.title
+            for caption in (figure.caption, *(figure.slider.captions if figure.slider else ())):
+                words = re.sub(
+                    r"layer \d+, expert \d+", "place", re.sub(" < | = | × 10", "", caption)
+                ).split()
+                assert len(words) <= 25, caption
+            assert all(figure.layout[axis]["title"]["text"] for axis in ("xaxis", "yaxis")), figure.name
+            assert (figure.slider.per_value if figure.slider else len(figure.data)) <= 12
+            figure.to_plotly()
 
 
 def test_the_map_has_every_effect_at_its_place_and_rings_the_planted_expert():

@@ -295,7 +295,9 @@ def warnings_on(tokens: TokenTrace) -> list[str]:
             "the trace holds prefill only: caches are replayed in reading order, as if the text were decoded"
         )
     if tokens.n_documents == 1:
-        notes.append("one document: learned from its first half and tested on its second, without intervals")
+        notes.append(
+            "one document: its first half teaches and fills caches, its second is tested, no intervals"
+        )
     elif tokens.n_documents < FEWEST_DOCUMENTS:
         notes.append(f"{tokens.n_documents} documents: no intervals, which need 20")
     return notes
