@@ -170,20 +170,3 @@ def test_no_layers_mean_z_exceeds_the_ceiling(M_KEE):
 def test_the_ceiling_is_reached_by_an_equal_diagonal_above_equal_others(n):
     M = np.full((1, n, n), 0.2) + 0.5 * np.eye(n)
     assert closed_form_z(M).mean() == pytest.approx(np.sqrt(n - 1)) == z_ceiling(n)
-
-
-def test_z_above_three_is_out_of_reach_for_a_layer_of_eight():
-    assert z_ceiling(8) == pytest.approx(2.6458, abs=1e-4)
-
-
-@settings(max_examples=300, deadline=None)
-@given(square_matrices)
-def test_no_single_z_exceeds_root_of_n_squared_less_one(M_KEE):
-    assert closed_form_z(M_KEE).max() <= np.sqrt(M_KEE.shape[1] ** 2 - 1) + 1e-6
-
-
-@pytest.mark.parametrize("n", [2, 8])
-def test_a_single_entry_apart_from_equal_others_reaches_that_bound(n):
-    M = np.zeros((1, n, n))
-    M[0, 1, 1] = 0.4
-    assert closed_form_z(M).max() == pytest.approx(np.sqrt(n**2 - 1))
