@@ -101,7 +101,7 @@ NOT_A_ROUTER = {
 BUDGETS = {
     "checkpoint": 1204,
     "comparison": 455,
-    "compression": 2247,
+    "compression": 2243,
     "decoder": 1776,
     "demo": 119,
     "deployment": 1341,

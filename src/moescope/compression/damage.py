@@ -31,7 +31,13 @@ from moescope.errors import BadInput
 from moescope.execution.adapters import Ask, Asked, Block, Decision, RouterReads, adapter_of, relative_error
 from moescope.execution.capture import Capture
 from moescope.execution.documents import Document
-from moescope.execution.evaluation import Evaluation, SplitText, mean_of_domain_means, per_document
+from moescope.execution.evaluation import (
+    Evaluation,
+    SplitText,
+    in_parts,
+    mean_of_domain_means,
+    per_document,
+)
 from moescope.execution.models import TracedModel
 from moescope.families import MoeCheckpoint
 from moescope.families.writing import changed_router
@@ -205,12 +211,12 @@ def router_kl(layer: LayerPlan, gating: Gating, logits_TE: Tensor, logits_TK: Te
 @torch.no_grad()
 def routed_output(block: Block, x_TD: Tensor, chosen_TK: Tensor, gates_TK: Tensor) -> Tensor:
     """Gates times expert outputs, by the block's own experts; on the CPU, a few hundred tokens at a time."""
-    parts = zip(*(torch.split(part, STATES_AT_ONCE) for part in (x_TD, chosen_TK, gates_TK)), strict=True)
-    outputs = []
-    for x, chosen, gates in parts:
-        decision = Decision(x.to(block.device), chosen.long().to(block.device), gates.to(block.device))
-        outputs.append(adapter_of(block).mix(block, decision).cpu())
-    return torch.cat(outputs)
+
+    def mix(*part: Tensor) -> Tensor:
+        x_TD, chosen_TK, gates_TK = (tensor.to(block.device) for tensor in part)
+        return adapter_of(block).mix(block, Decision(x_TD, chosen_TK.long(), gates_TK)).cpu()
+
+    return in_parts(mix, STATES_AT_ONCE, x_TD, chosen_TK, gates_TK)
 
 
 # --- measured
@@ -233,9 +239,8 @@ def block_outputs(traced: TracedModel, inputs: Mapping[int, RouterReads]) -> dic
                         routing = captured.pop()
                         assert routing.x_TD is not None
                         decision = Decision(routing.x_TD, routing.chosen_TK, routing.gates_TK)
-                    capture.busy = True
-                    outputs.append(adapter_of(block).mix(block, decision).cpu())
-                    capture.busy = False
+                    with capture.uncounted():
+                        outputs.append(adapter_of(block).mix(block, decision).cpu())
                     chosen.append(decision.chosen_TK.cpu())
             results[block.layer] = torch.cat(outputs), torch.cat(chosen)
     return results
