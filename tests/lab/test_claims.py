@@ -23,6 +23,7 @@ from moescope.lab.claims import Quantity, estimate, judge, read_claims, values_b
 from moescope.lab.config import load_function
 from moescope.lab.study_statistics import long_rows, probe_tables
 from moescope.lab.study_task import probe_model
+from moescope.reporting.verb import judged_claims
 from moescope.run import Run
 from moescope.statistics import holm
 
@@ -560,8 +561,6 @@ def test_a_page_has_the_claims_tables_figures_and_sections_of_any_users_file(run
     assert [one["claim"] for one in claims] == ["H1: top2", "H1: hash"]
     assert (claims[0]["table"], claims[0]["column"]) == ("study_runs", "validation_loss")
     assert claims[0]["of_seeds"] == [0, 1, 2, 3, 4]
-    from moescope.reporting.verb import judged_claims
-
     _, sections = judged_claims([file], [run])
     titles = [one.title for one in sections]
     assert titles == ["Ours", "Main", "Losses", "Loss by step", "1 study, 2 claims"]
@@ -673,8 +672,6 @@ BROKEN = "def sections(studies, judged):\n    return 1 / 0\n"
 def test_tables_figures_and_sections_that_cannot_be_meant_are_named(
     run: Run, tmp_path: Path, old: str, new: str, said: str
 ):
-    from moescope.reporting.verb import judged_claims
-
     assert old in FILE
     (tmp_path / "results.toml").write_text(FILE.replace(old, new))
     (tmp_path / "more.py").write_text(MORE)
@@ -684,8 +681,6 @@ def test_tables_figures_and_sections_that_cannot_be_meant_are_named(
 
 
 def test_a_page_needs_no_claim_and_no_number_of_one(run: Run, tmp_path: Path):
-    from moescope.reporting.verb import judged_claims
-
     file = tmp_path / "results.toml"
     table = '[[table]]\nstudy = "routers"\nrows = { "Switch" = "top2" }\ncolumns = ["validation_loss"]\n'
     file.write_text(table)
@@ -700,8 +695,6 @@ def test_a_page_needs_no_claim_and_no_number_of_one(run: Run, tmp_path: Path):
 
 def test_claims_need_a_study(tmp_path: Path):
     with pytest.raises(BadInput, match="--results"):
-        from moescope.reporting.verb import judged_claims
-
         judged_claims(["results.toml"], [])
 
 

@@ -6,6 +6,7 @@ Its parts are disjoint, add up, cost what formulas say, and leave the router as 
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -83,7 +84,7 @@ def test_measuring_leaves_the_modules_methods_alone():
 
     block = MoE(config_of("some"), 0, None)
     parts = parts_of(block)
-    with pytest.raises(RuntimeError, match="in the middle"), watching(parts, counting({})):
+    with pytest.raises(RuntimeError, match="in the middle"), watching(parts, partial(counting, {})):
         assert "forward" in vars(block.router)
         raise RuntimeError("in the middle")
     assert "forward" not in vars(block.router)
@@ -93,7 +94,8 @@ def test_measuring_leaves_the_modules_methods_alone():
 def test_a_clock_adds_up_calls_of_one_name():
     clock = Clock("cpu")
     for _ in range(2):
-        assert clock.timing(lambda x: x + 1, "nap")(1) == 2
+        with clock.timing("nap"):
+            pass
     assert [name for name, _, _ in clock.marks] == ["nap", "nap"]
     clock.marks = [("nap", 0.0, 0.5), ("other", 0.5, 0.75), ("nap", 1.0, 1.25)]
     assert clock.read() == {"nap": 750.0, "other": 250.0}

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import math
 import operator
+import re
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, get_type_hints
@@ -268,13 +268,12 @@ def changed(before: Quantity | None, change: dict[str, Any], where: str) -> Quan
 
 def condition_of(condition: Any, where: str) -> tuple[Callable[[Any, float], Any], float]:
     """Return the comparison and the limit of a condition such as ">=20"."""
-    if condition is True:
-        return operator.eq, 1.0
-    for sign, compare in OPERATORS.items():
-        if isinstance(condition, str) and condition.startswith(sign):
-            with suppress(ValueError):
-                return compare, float(condition.removeprefix(sign))
-    raise BadInput(f'{where}: {condition!r} is no condition; write one such as ">=5" or "==0"')
+    found = re.fullmatch(
+        r"([<>]=?|==) *(-?\d+(?:\.\d+)?(?:e-?\d+)?)", "==1" if condition is True else str(condition)
+    )
+    if found is None:
+        raise BadInput(f'{where}: {condition!r} is no condition; write one such as ">=5" or "==0"')
+    return OPERATORS[found[1]], float(found[2])
 
 
 # --- numbers
@@ -674,14 +673,12 @@ def not_growing(studies: Studies, what: Quantity) -> list[str]:
     """Name the arms of a slope that predict worse than a smaller one: they were not trained well."""
     if what.estimand != "slope_per_doubling" or what.column != LOSS:
         return []
-    found = []
+    found: list[str] = []
+    size = Quantity((), (), what.axis)
     for places in (what.new, what.reference):
-        size = Quantity((), (), what.axis)
-        lowest = math.inf
-        for at in np.argsort([mean_of(studies, [place], size).mean() for place in places], kind="stable"):
-            loss = float(mean_of(studies, [places[at]], what).mean())
-            found += [places[at][1]] if loss > lowest else []
-            lowest = min(lowest, loss)
+        ordered = sorted(places, key=lambda place: mean_of(studies, [place], size).mean())
+        losses = pd.Series([mean_of(studies, [place], what).mean() for place in ordered], dtype=float)
+        found += [place[1] for place, worse in zip(ordered, losses > losses.cummin(), strict=True) if worse]
     return [f"worse than a smaller model: {listed(found)}"] if found else []
 
 
@@ -690,10 +687,9 @@ def conditions(studies: Studies, what: Quantity, number: Estimate | None) -> lis
     if number is None or not what.than:
         return []
     texts = [outlier_text(studies, what)]
-    rates: dict[str, float] = {}
-    for study, arm in what.places:
-        rows = rows_of(studies, "study_settings", (study, arm))
-        rates.update((arm, float(rate)) for rate in rows.loc[rows["name"] == RATE, "value"][:1])
+    settings = {place[1]: rows_of(studies, "study_settings", place) for place in what.places}
+    values = {arm: rows.loc[rows["name"] == RATE, "value"] for arm, rows in settings.items()}
+    rates = {arm: float(of_arm.iloc[0]) for arm, of_arm in values.items() if len(of_arm)}
     known = [f"{arm} {rate:g}" for arm, rate in rates.items()]
     texts.append(f"learning rates: {listed(known)}" if len({*rates.values()}) > 1 else "")
     if what.estimand == "difference" and what.column == LOSS:

@@ -5,8 +5,9 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
+from functools import partial
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
@@ -159,7 +160,7 @@ def flops_of(func: Any, args: Any, kwargs: Any, out: Any) -> int:
 # --- time and FLOPs of each part of a router and of its experts: the table overhead
 
 Part = tuple[nn.Module, str]  # a method of a module
-Watched = Callable[[Callable[..., Any], str], Callable[..., Any]]
+Around = Callable[[str], AbstractContextManager[Any]]  # entered with the name of a part for each call of it
 
 
 def overhead(
@@ -207,9 +208,9 @@ def block_overhead(
     router = block.router
     parts = parts_of(block)
 
-    def once(watched: Watched) -> None:
+    def once(around: Around) -> None:
         with (
-            watching(parts, watched),
+            watching(parts, around),
             torch.no_grad(),
             torch.autocast(torch.device(device).type, dtype, enabled=dtype != torch.float32),
         ):
@@ -217,9 +218,9 @@ def block_overhead(
             router.after_step()
 
     counts: dict[str, int] = {}
-    once(counting(counts))
+    once(partial(counting, counts))
     for _ in range(WARM_UP):
-        once(lambda function, _: function)
+        once(nullcontext)
     times = []
     for _ in range(repeats):
         clock = Clock(device)
@@ -251,8 +252,16 @@ def without_overlap(values: Mapping[str, float], router: Router) -> dict[str, fl
 
 
 @contextmanager
-def watching(parts: dict[str, Part], watched: Watched) -> Iterator[None]:
-    """Wrap each method, on the instance only, and remove the wrappers afterwards."""
+def watching(parts: dict[str, Part], around: Around) -> Iterator[None]:
+    """Enter `around` for each call of a method, on the instance only, until the end."""
+
+    def watched(function: Callable[..., Any], name: str) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            with around(name):
+                return function(*args, **kwargs)
+
+        return call
+
     for name, (module, method) in parts.items():
         setattr(module, method, watched(getattr(module, method), name))
     try:
@@ -262,17 +271,12 @@ def watching(parts: dict[str, Part], watched: Watched) -> Iterator[None]:
             delattr(module, method)
 
 
-def counting(counts: dict[str, int]) -> Watched:
-    def watched(function: Callable[..., Any], name: str) -> Callable[..., Any]:
-        def counted(*args: Any, **kwargs: Any) -> Any:
-            with FlopCount() as mode:
-                result = function(*args, **kwargs)
-            counts[name] = counts.get(name, 0) + mode.flops
-            return result
-
-        return counted
-
-    return watched
+@contextmanager
+def counting(counts: dict[str, int], name: str) -> Iterator[None]:
+    """Add the operations inside to those of the name."""
+    with FlopCount() as mode:
+        yield
+    counts[name] = counts.get(name, 0) + mode.flops
 
 
 class Clock:
@@ -289,14 +293,11 @@ class Clock:
         event.record()
         return event
 
-    def timing(self, function: Callable[..., Any], name: str) -> Callable[..., Any]:
-        def timed(*args: Any, **kwargs: Any) -> Any:
-            start = self.now()
-            result = function(*args, **kwargs)
-            self.marks.append((name, start, self.now()))
-            return result
-
-        return timed
+    @contextmanager
+    def timing(self, name: str) -> Iterator[None]:
+        start = self.now()
+        yield
+        self.marks.append((name, start, self.now()))
 
     def read(self) -> dict[str, float]:
         """Return total milliseconds by name."""

@@ -15,7 +15,8 @@ from torch.nn.functional import cross_entropy
 from moescope.decoder.model import LabModel
 from moescope.decoder.vocabulary import Vocabulary
 from moescope.lab.batches import IGNORED, Batch, Ids, TokenIds, TokenRows
-from moescope.statistics import FEWEST_DOCUMENTS, TAILS, resampled_sums
+from moescope.statistics import TAILS, resampled_sums
+from moescope.tables import FEWEST_DOCUMENTS
 from moescope.types import Array, Integers
 
 DOCUMENTS = 40  # per domain at most

@@ -9,6 +9,7 @@ import gc
 import logging
 import math
 import pickle
+import resource
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -321,12 +322,8 @@ def add_evaluation(
     return found
 
 
-def process_peak() -> int | None:
-    """Return the peak memory of this process in bytes; None on Windows."""
-    try:
-        import resource
-    except ImportError:  # Windows
-        return None
+def process_peak() -> int:
+    """Return the peak memory of this process in bytes."""
     most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return most if sys.platform == "darwin" else most * 1024  # macOS counts bytes, Linux kilobytes
 
