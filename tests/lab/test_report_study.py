@@ -132,6 +132,7 @@ def test_an_arm_that_is_not_compared_has_its_loss_and_the_reason(tmp_path: Path,
     said = " ".join(findings(run))
     assert ("No arm can be compared with top2; " in said) == (worse == "every arm")
     assert "yet" not in said
+    assert f"unigram baseline {runs['unigram_loss'].mean():.3g}" in said
     for arm, losses in runs.groupby("arm")["validation_loss"]:
         words = f"{arm} {losses.mean():.3g} (does not beat the unigram baseline)"
         assert (words in said) == (worse in ("every arm", arm))

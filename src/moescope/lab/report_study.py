@@ -8,7 +8,6 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, cast
 
-import numpy as np
 import pandas as pd
 
 from moescope.errors import BadInput
@@ -344,10 +343,13 @@ def question_findings(comparisons: pd.DataFrame, runs: pd.DataFrame, question: s
 
 
 def loss_words(comparisons: pd.DataFrame, runs: pd.DataFrame) -> str:
-    """Return the mean loss of each arm that was trained, and why it enters no comparison."""
-    losses = runs[runs["status"] == "done"].groupby("arm")["validation_loss"].agg(list)
+    """Return the mean loss of each arm that was trained and why it enters no comparison, and the baseline."""
+    done = runs[runs["status"] == "done"]
+    losses = done["validation_loss"].astype(float).groupby(done["arm"]).mean()
     rows = [row for row in comparisons.itertuples() if row.arm in losses]
-    return ", ".join(f"{row.arm} {number(np.mean(losses[row.arm]))} ({row.verdict})" for row in rows)
+    words = ", ".join(f"{row.arm} {number(losses[row.arm])} ({row.verdict})" for row in rows)
+    baseline = done["unigram_loss"].astype(float).mean()
+    return f"{words}; unigram baseline {number(baseline)}" if words and math.isfinite(baseline) else words
 
 
 def difference_words(row: dict[str, Any]) -> str:
