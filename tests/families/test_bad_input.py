@@ -7,11 +7,13 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from checkpoints import (
+    Tensors,
     edit_json,
     expert_name,
     router_name,
@@ -76,25 +78,6 @@ def test_a_wrong_shape_is_refused_with_what_was_expected(tmp_path, name, shape, 
     refusal(write_checkpoint(tmp_path, tensors, tiny_config()), FILE, name, str(list(shape)), expected)
 
 
-def test_experts_that_all_have_another_width_than_the_router_are_refused(tmp_path):
-    tensors = tiny_tensors()
-    for expert in range(4):
-        tensors[expert_name(0, expert, "gate")] = torch.ones(24, 20)
-    refusal(
-        write_checkpoint(tmp_path, tensors, tiny_config()),
-        FILE,
-        expert_name(0, 0, "gate"),
-        "[24, 20]",
-        "[d_ff, 16]",
-    )
-
-
-def test_more_experts_on_disk_than_router_rows_are_refused(tmp_path):
-    tensors = tiny_tensors()
-    tensors[router_name(1)] = tensors[router_name(1)][:3].clone()
-    refusal(write_checkpoint(tmp_path, tensors), FILE, router_name(1), "3 rows", "more experts exist")
-
-
 @pytest.mark.parametrize("family", ["mixtral", "qwen3_moe"])
 def test_a_config_that_counts_other_experts_is_refused(tmp_path, family):
     folder = tiny_checkpoint(tmp_path, family=family)
@@ -152,83 +135,86 @@ def test_a_dense_model_is_refused_with_what_was_looked_for(tmp_path):
         assert (f"{family.router} ({family.name})" in message) == (family.router is not None)
 
 
-def test_two_stacks_of_layers_are_refused_with_both_names(tmp_path):
-    tensors = tiny_tensors()
-    second = {name.replace("model.", "other."): tensor.clone() for name, tensor in tensors.items()}
-    refusal(
-        write_checkpoint(tmp_path, {**tensors, **second}),
-        FILE,
-        router_name(0),
-        router_name(0).replace("model.", "other."),
-    )
+# --- tensors that do not fit together
 
 
-def test_a_layer_number_beyond_reason_is_refused_like_any_other_damage(tmp_path):
+def fused(gate_up: tuple[int, ...], down: tuple[int, ...]) -> Tensors:
+    """Tiny Qwen tensors whose experts are two tensors of these shapes per layer."""
     tensors = {
-        **tiny_tensors(),
-        "model.layers." + "9" * 5000 + ".block_sparse_moe.gate.weight": torch.ones(4, 16),
-    }
-    refusal(write_checkpoint(tmp_path, tensors, tiny_config()), FILE, "9999", "5000 digits", "download")
-
-
-@pytest.mark.parametrize(
-    ("gate_up", "down"),
-    [
-        ((4, 48, 16), (4, 24, 16)),
-        ((4, 48, 16), (4, 16, 12)),
-        ((4, 47, 16), (4, 16, 24)),
-        ((48, 16), (4, 16, 24)),
-    ],
-    ids=str,
-)
-def test_fused_experts_that_do_not_fit_together_are_refused_not_misread(tmp_path, gate_up, down):
-    tensors = {
-        name: tensor for name, tensor in tiny_tensors(family="qwen3_moe").items() if ".experts." not in name
+        name: part for name, part in tiny_tensors(family="qwen3_moe").items() if ".experts." not in name
     }
     for layer in range(2):
         tensors[f"model.layers.{layer}.mlp.experts.gate_up_proj"] = torch.ones(gate_up)
         tensors[f"model.layers.{layer}.mlp.experts.down_proj"] = torch.ones(down)
-    refusal(
-        write_checkpoint(tmp_path, tensors, tiny_config(family="qwen3_moe")),
-        FILE,
-        "model.layers.0.mlp.experts.gate_up_proj",
-        "model.layers.0.mlp.experts.down_proj",
-    )
+    return tensors
 
 
-def test_fused_experts_of_another_number_than_the_router_s_rows_are_refused(tmp_path):
-    tensors = {
-        name: tensor for name, tensor in tiny_tensors(family="qwen3_moe").items() if ".experts." not in name
+def with_bias(shape: tuple[int, ...]) -> Tensors:
+    block = "model.layers.0.mlp"
+    return {
+        f"{block}.router.weight": torch.ones(4, 16),
+        f"{block}.experts.gate_up_proj": torch.ones(4, 16, 32),
+        f"{block}.experts.gate_up_proj_bias": torch.ones(shape),
+        f"{block}.experts.down_proj": torch.ones(4, 16, 16),
+        f"{block}.experts.down_proj_bias": torch.ones(4, 16),
     }
-    for layer in range(2):
-        tensors[f"model.layers.{layer}.mlp.experts.gate_up_proj"] = torch.ones(5, 48, 16)
-        tensors[f"model.layers.{layer}.mlp.experts.down_proj"] = torch.ones(5, 16, 24)
-    folder = write_checkpoint(tmp_path, tensors, tiny_config(family="qwen3_moe"))
-    refusal(folder, FILE, "model.layers.0.mlp.experts.gate_up_proj", "[5, 48, 16]", "[4, 48, 16]")
 
 
-@pytest.mark.parametrize("shape", [(), (4,), (3, 32), (4, 32, 1)], ids=str)
-def test_biases_of_a_wrong_shape_are_refused(tmp_path, shape):
-    tensors = {
-        "model.layers.0.mlp.router.weight": torch.ones(4, 16),
-        "model.layers.0.mlp.experts.gate_up_proj": torch.ones(4, 16, 32),
-        "model.layers.0.mlp.experts.gate_up_proj_bias": torch.ones(shape),
-        "model.layers.0.mlp.experts.down_proj": torch.ones(4, 16, 16),
-        "model.layers.0.mlp.experts.down_proj_bias": torch.ones(4, 16),
-    }
-    folder = write_checkpoint(tmp_path, tensors)
-    refusal(folder, FILE, "experts.gate_up_proj_bias", str(list(shape)), "[4, 2 * d_ff]")
+DBRX = "transformer.blocks.0.ffn"
+QWEN, MIXTRAL = tiny_config(family="qwen3_moe"), tiny_config()
+GATE_UP = "model.layers.0.mlp.experts.gate_up_proj"
+BOTH = (GATE_UP, "model.layers.0.mlp.experts.down_proj")
+WIDE = {expert_name(0, expert, "gate"): torch.ones(24, 20) for expert in range(4)}
+OTHER = router_name(0).replace("model.", "other.")
+FAR = "model.layers." + "9" * 5000 + ".block_sparse_moe.gate.weight"
+UNFIT: dict[str, tuple[Tensors, Any, tuple[str, ...]]] = {
+    "experts of another width": (
+        {**tiny_tensors(), **WIDE},
+        MIXTRAL,
+        (expert_name(0, 0, "gate"), "[24, 20]", "[d_ff, 16]"),
+    ),
+    "more experts than rows": (
+        {**tiny_tensors(), router_name(1): torch.ones(3, 16)},
+        None,
+        (router_name(1), "3 rows", "more experts exist"),
+    ),
+    "two stacks of layers": (
+        tiny_tensors() | {name.replace("model.", "other."): part for name, part in tiny_tensors().items()},
+        MIXTRAL,
+        (router_name(0), OTHER),
+    ),
+    "a layer number beyond reason": (
+        {**tiny_tensors(), FAR: torch.ones(4, 16)},
+        MIXTRAL,
+        ("9999", "5000 digits", "download"),
+    ),
+    "fused, d_ff of both": (fused((4, 48, 16), (4, 24, 16)), QWEN, BOTH),
+    "fused, another d_ff": (fused((4, 48, 16), (4, 16, 12)), QWEN, BOTH),
+    "fused, an odd width": (fused((4, 47, 16), (4, 16, 24)), QWEN, BOTH),
+    "fused, two axes": (fused((48, 16), (4, 16, 24)), QWEN, BOTH),
+    "fused, five experts": (
+        fused((5, 48, 16), (5, 16, 24)),
+        QWEN,
+        (GATE_UP, "[5, 48, 16]", "[4, 48, 16]"),
+    ),
+    **{
+        f"biases of {list(shape)}": (
+            with_bias(shape),
+            None,
+            ("experts.gate_up_proj_bias", str(list(shape)), "[4, 2 * d_ff]"),
+        )
+        for shape in ((), (4,), (3, 32), (4, 32, 1))
+    },
+    "stacked, 98 rows of 4 experts": (
+        {f"{DBRX}.router.layer.weight": torch.ones(4, 16)}
+        | {f"{DBRX}.experts.mlp.{name}": torch.ones(98, 16) for name in ("w1", "v1", "w2")},
+        None,
+        (f"{DBRX}.experts.mlp.w1", "98 rows", "4 experts"),
+    ),
+}
 
 
-def test_stacked_experts_that_cannot_be_shared_out_are_refused(tmp_path):
-    tensors = {"transformer.blocks.0.ffn.router.layer.weight": torch.ones(4, 16)}
-    tensors |= {
-        f"transformer.blocks.0.ffn.experts.mlp.{name}": torch.ones(98, 16) for name in ("w1", "v1", "w2")
-    }
-    refusal(
-        write_checkpoint(tmp_path, tensors),
-        FILE,
-        "transformer.blocks.0.ffn.experts.mlp.w1",
-        "98 rows",
-        "4 experts",
-    )
+@pytest.mark.parametrize("name", UNFIT)
+def test_tensors_that_do_not_fit_together_are_refused_by_name(tmp_path, name):
+    tensors, config, parts = UNFIT[name]
+    refusal(write_checkpoint(tmp_path, tensors, config), FILE, *parts)
