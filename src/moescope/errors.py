@@ -1,6 +1,8 @@
 """The one exception that users see."""
 
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 LONGEST_LINE = 400  # characters of an error on the terminal
 REMEDY = 140  # of them at its end
@@ -41,3 +43,30 @@ class UnusableExpert(BadInput):
 def unknown_name(kind: str, given: object, known: list[str]) -> BadInput:
     """Return the error for a name that is not in a list: it quotes the name and lists the known ones."""
     return BadInput(f"unknown {kind} {str(given)!r}; known: {', '.join(known)}")
+
+
+def reject_if(condition: object, message: str) -> None:
+    """Raise an error with the message if the condition holds."""
+    if condition:
+        raise BadInput(message)
+
+
+@contextmanager
+def one_line(
+    what: str, remedy: str, kinds: type[Exception] | tuple[type[Exception], ...] = Exception
+) -> Iterator[None]:
+    """Turn errors of those kinds into `what (reason); remedy`; a BadInput stays as it is."""
+    try:
+        yield
+    except BadInput:
+        raise
+    except kinds as error:
+        raise BadInput(f"{what} ({reason(error)}); {remedy}") from None
+
+
+def reason(error: BaseException) -> str:
+    """Return the system's words for a failed file, else the error's kind and first lines."""
+    if isinstance(error, OSError) and error.strerror:
+        return error.strerror
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return f"{type(error).__name__}: {' '.join(lines[:3])}".removesuffix(": ")[:200]

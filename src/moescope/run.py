@@ -16,7 +16,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
-from moescope.errors import BadInput, unknown_name
+from moescope.errors import BadInput, reason, unknown_name
 from moescope.processor import machine
 from moescope.storage import (
     REPORT,
@@ -26,7 +26,6 @@ from moescope.storage import (
     is_anonymous,
     is_leftover,
     only_writer,
-    reason,
     remove,
     remove_leftovers,
     sync,

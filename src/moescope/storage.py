@@ -20,7 +20,7 @@ from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from moescope.errors import BadInput
+from moescope.errors import BadInput, reason
 
 AGAIN = "free some space, then give the same command"
 REPORT = "report.html"  # in a run folder
@@ -261,10 +261,3 @@ def whole_folder(folder: Path) -> Iterator[Path]:
         delete(partial)
         with atomic_file(target, remedy, partial):  # an empty folder of that name is replaced
             yield partial
-
-
-def reason(error: BaseException) -> str:
-    """Return why a write failed, in the system's words."""
-    return (isinstance(error, OSError) and error.strerror) or (
-        str(error).splitlines() or [type(error).__name__]
-    )[0]

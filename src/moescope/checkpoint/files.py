@@ -10,7 +10,7 @@ from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
-from moescope.errors import BadInput
+from moescope.errors import BadInput, reason
 
 if TYPE_CHECKING:
     from torch import Tensor, dtype
@@ -253,10 +253,6 @@ def read_json(files: Files, name: str) -> Any:
         value = json.loads(raw.decode("utf-8"))
     except (ValueError, RecursionError) as error:
         raise BadInput(
-            f"{files.label(name)}: not valid JSON ({first_line(error)}); download the file again"
+            f"{files.label(name)}: not valid JSON ({reason(error)}); download the file again"
         ) from None
     return [] if value is None else value
-
-
-def first_line(error: BaseException) -> str:
-    return (str(error).splitlines() or [type(error).__name__])[0]

@@ -16,10 +16,9 @@ from moescope.checkpoint.files import (
     Index,
     StoredTensor,
     check_text_size,
-    first_line,
     safetensors_headers,
 )
-from moescope.errors import BadInput
+from moescope.errors import BadInput, reason
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -117,7 +116,7 @@ class LocalFiles(Files):
             raise
         except (SafetensorError, OSError, ValueError) as error:
             raise BadInput(
-                f"{path}: not a complete safetensors file ({first_line(error)}); download it again"
+                f"{path}: not a complete safetensors file ({reason(error)}); download it again"
             ) from None
 
     def read(self, name: str, tensor: str, index: Index = None) -> Tensor:
@@ -135,8 +134,7 @@ class LocalFiles(Files):
             return place.from_bytes(data)
         except (OSError, ValueError, RuntimeError, KeyError) as error:
             raise BadInput(
-                f"{self.label(name)}: cannot read tensor {tensor} ({first_line(error)}); "
-                "download the file again"
+                f"{self.label(name)}: cannot read tensor {tensor} ({reason(error)}); download the file again"
             ) from None
 
     def read_into(self, name: str, start: int, targets: list[Tensor]) -> None:
@@ -145,7 +143,7 @@ class LocalFiles(Files):
             read_bytes(self.handle(name), start, targets)
         except OSError as error:
             raise BadInput(
-                f"{self.label(name)}: cannot be read ({first_line(error)}); download the file again"
+                f"{self.label(name)}: cannot be read ({reason(error)}); download the file again"
             ) from None
 
     def handle(self, name: str) -> Any:
@@ -207,7 +205,7 @@ def load_pickled(path: Path) -> dict[str, Tensor]:
         loaded = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
     except Exception as error:  # a damaged or hostile pickle may raise anything; none of its code has run
         raise BadInput(
-            f"{path}: cannot be read as plain tensors ({first_line(error)[:120]}), and pickled code is never "
+            f"{path}: cannot be read as plain tensors ({reason(error)[:120]}), and pickled code is never "
             "run; download it again, or give a checkpoint saved as safetensors"
         ) from None
     table = loaded.items() if isinstance(loaded, dict) else ()

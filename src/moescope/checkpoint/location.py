@@ -23,12 +23,11 @@ from moescope.checkpoint.files import (
     Index,
     StoredTensor,
     check_text_size,
-    first_line,
     folder_tensors,
     safetensors_headers,
 )
 from moescope.checkpoint.local import LocalFiles
-from moescope.errors import CREDENTIALS, BadInput
+from moescope.errors import CREDENTIALS, BadInput, reason
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -134,7 +133,7 @@ class RemoteFiles(Files):
                 self.stored[name] = safetensors_headers(sparse, header)
         except (SafetensorError, OSError, ValueError) as error:
             raise BadInput(
-                f"{self.label(name)}: not a complete safetensors file ({first_line(error)}); upload it again"
+                f"{self.label(name)}: not a complete safetensors file ({reason(error)}); upload it again"
             ) from None
         return self.stored[name]
 
@@ -184,20 +183,20 @@ class RemoteFiles(Files):
         except BadInput:
             raise
         except Exception as error:  # each file system has its own errors
-            reason, cause = permanent_failure(error), error.__cause__ or error
+            failure, cause = permanent_failure(error), error.__cause__ or error
         silent = isinstance(cause, TimeoutError)
-        if silent and reason is None:
-            reason = f"no answer within {SILENCE:g} seconds"
+        if silent and failure is None:
+            failure = f"no answer within {SILENCE:g} seconds"
         if silent and attempts > ATTEMPTS + 1 - SILENT_ATTEMPTS:
-            logging.getLogger("moescope").warning(f"moescope: {self.label(name)}: {reason}; asking again")
+            logging.getLogger("moescope").warning(f"moescope: {self.label(name)}: {failure}; asking again")
             return self.retry(name, request, attempts - 1)
-        if reason is None and attempts > 1:
+        if failure is None and attempts > 1:
             time.sleep(0.5 * 2 ** (ATTEMPTS - attempts))
             return self.retry(name, request, attempts - 1)
-        why = reason or f"{type(cause).__name__}: {first_line(cause)[:160]}"
+        why = failure or reason(cause)
         for secret in self.secrets:  # a library's message may quote the address with a password
             why = why.replace(secret, "")
-        if reason == "no such file":
+        if failure == "no such file":
             raise FileMissing(f"{self.label(name)}: no such file; check the address")
         if "range requests" in why:  # fsspec's words; a host may be called orange
             raise BadInput(
@@ -231,7 +230,7 @@ def permanent_failure(error: BaseException) -> str | None:
         return permanent_failure(error.__cause__)  # fsspec calls every failure of a web server "not found"
     if status == 404 or isinstance(error, FileNotFoundError):
         return "no such file"
-    return first_line(error)[:160] if isinstance(error, NOT_TRANSIENT) else None
+    return reason(error)[:160] if isinstance(error, NOT_TRANSIENT) else None
 
 
 # --- what a user typed, as a place
@@ -335,7 +334,7 @@ def url_location(url: str) -> Location:
         settings = {protocol: {"client_kwargs": {"timeout": web_timeout()}} for protocol in web}
         filesystem, path = fsspec.core.url_to_fs(plain, **settings)
     except Exception as error:  # each file system has its own errors; fsspec names the package it needs
-        raise BadInput(f"{shown}: {first_line(error)[:200]}; check the address") from None
+        raise BadInput(f"{shown}: {reason(error)[:200]}; check the address") from None
     root, name = path.rstrip("/"), shown.rsplit("/", 1)[-1]
     if not name.endswith(SUFFIXES):
         return Location(url, shown, name, RemoteFiles(filesystem, root, shown, query, secrets))
@@ -385,7 +384,7 @@ def hub_commit(repository: str, revision: str | None, kind: str = "model") -> tu
         return None, f"the hub has no such {kind}, or it is private: check the name, or `hf auth login`"
     except Exception as error:  # no network, a proxy, a time-out: each HTTP library has its own
         return None, (
-            f"the hub cannot be reached ({first_line(error)[:120]}); download it on a connected machine and "
+            f"the hub cannot be reached ({reason(error)[:120]}); download it on a connected machine and "
             "give its folder"
         )
 

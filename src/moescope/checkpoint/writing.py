@@ -11,10 +11,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from moescope.checkpoint.files import INDEX_NAMES, TORCH_DTYPES, first_line
+from moescope.checkpoint.files import INDEX_NAMES, TORCH_DTYPES
 from moescope.checkpoint.local import LocalFiles, is_pickle
 from moescope.checkpoint.source import Checkpoint
-from moescope.errors import BadInput
+from moescope.errors import BadInput, reason
 from moescope.storage import check_disk, sync, whole_folder
 
 if TYPE_CHECKING:
@@ -88,7 +88,7 @@ class StoredBytes:
                     yield buffer[:count]
         except OSError as error:
             raise BadInput(
-                f"{file}: cannot read tensor {name} ({first_line(error)}); download the file again"
+                f"{file}: cannot read tensor {name} ({reason(error)}); download the file again"
             ) from None
 
     def copy(self, name: str, new_name: str | None = None) -> PlannedTensor:

@@ -14,9 +14,8 @@ from types import UnionType
 from typing import TYPE_CHECKING, Any, Literal, get_args, get_origin, get_type_hints
 
 from moescope.checkpoint import Checkpoint
-from moescope.checkpoint.files import first_line
-from moescope.errors import BadInput
-from moescope.storage import atomic_file, check_disk, is_anonymous, reason, without_absolute_paths
+from moescope.errors import BadInput, reason
+from moescope.storage import atomic_file, check_disk, is_anonymous, without_absolute_paths
 from moescope.types import LayerPlan, Plan
 
 if TYPE_CHECKING:
@@ -194,7 +193,7 @@ def read_arrays(path: Path, digest: str | None) -> Fits:
             for name in arrays.keys():  # noqa: SIM118 (not a dict)
                 add_array(layers, name, arrays.get_tensor(name))
     except (SafetensorError, ValueError) as error:
-        raise BadInput(f"{path}: not the arrays of a plan ({first_line(error):.120}); plan again") from None
+        raise BadInput(f"{path}: not the arrays of a plan ({reason(error):.120}); plan again") from None
     except OSError as error:
         raise BadInput(f"{path}: cannot be read ({reason(error)}); plan again") from None
     return {layer: LayerFit(**parts) for layer, parts in layers.items()}

@@ -16,8 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from moescope.errors import BadInput
-from moescope.execution.failures import reject_if
+from moescope.errors import BadInput, reject_if
 from moescope.execution.scoring import Scoring
 from moescope.families import MODELS
 from moescope.types import LinearView

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from moescope.errors import reject_if
 from moescope.execution.adapters import (
     Block,
     Decision,
@@ -24,7 +25,6 @@ from moescope.execution.adapters import (
     router_logits,
     tensors_in,
 )
-from moescope.execution.failures import reject_if
 from moescope.execution.scoring import find_scoring
 from moescope.types import Routing, Tokens
 

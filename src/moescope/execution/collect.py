@@ -8,10 +8,10 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
+from moescope.errors import reject_if
 from moescope.execution.adapters import Block
 from moescope.execution.capture import Capture
 from moescope.execution.documents import Batch, Document, Window, batches, windows
-from moescope.execution.failures import reject_if
 from moescope.execution.models import TracedModel, named_failures
 from moescope.execution.scoring import Scoring
 from moescope.execution.streamed import StreamedModel

@@ -15,9 +15,9 @@ import pandas as pd
 import torch
 from torch import Tensor
 
+from moescope.errors import reject_if
 from moescope.execution.collect import prefill_inputs
 from moescope.execution.documents import Batch, Document, batches, deal, fingerprint, read_documents, windows
-from moescope.execution.failures import reject_if
 from moescope.execution.lab_models import load_any_model, load_skeleton
 from moescope.execution.models import TracedModel
 from moescope.execution.texts import ReadSettings, Source

@@ -23,8 +23,8 @@ from moescope.decoder.saving import (
     load_model,
 )
 from moescope.decoder.vocabulary import Vocabulary
+from moescope.errors import reject_if
 from moescope.execution.adapters import Apart, Block, find_blocks
-from moescope.execution.failures import reject_if
 from moescope.execution.model_names import checked_checkpoint
 from moescope.execution.models import (
     TracedModel,

@@ -20,9 +20,8 @@ from torch import Tensor, nn
 from moescope.checkpoint import Checkpoint
 from moescope.checkpoint.files import Index, StoredTensor
 from moescope.checkpoint.local import LocalFiles
-from moescope.errors import BadInput
+from moescope.errors import BadInput, one_line, reject_if
 from moescope.execution.adapters import Block, find_blocks
-from moescope.execution.failures import one_line, reject_if
 from moescope.execution.models import DEFECT, is_finite, output_embeddings, runner_of, stored_defect
 
 M_MMAP_THRESHOLD = -3  # of malloc.h

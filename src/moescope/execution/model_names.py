@@ -18,8 +18,7 @@ from moescope.checkpoint import Checkpoint, open_checkpoint
 from moescope.checkpoint.files import read_config
 from moescope.checkpoint.location import find_location, hide_credentials
 from moescope.checkpoint.writing import SMALL_FILE_BYTES, TEMPLATE_FOLDER
-from moescope.errors import BadInput
-from moescope.execution.failures import reject_if
+from moescope.errors import BadInput, reject_if
 from moescope.execution.texts import Source, is_ids
 from moescope.families.reading import text_config
 from moescope.types import Integers

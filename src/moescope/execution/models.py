@@ -19,12 +19,11 @@ from torch import Tensor, nn
 from moescope.checkpoint import Checkpoint
 from moescope.checkpoint.files import FLOAT_DTYPES
 from moescope.decoder.replacement import KEY
-from moescope.errors import BadInput
+from moescope.errors import BadInput, one_line, reason, reject_if
 from moescope.execution.adapters import find_blocks, hands_out_routing
 from moescope.execution.capture import check_transformers
 from moescope.execution.chat_templates import ChatTemplate
 from moescope.execution.documents import WINDOW
-from moescope.execution.failures import one_line, reason, reject_if
 from moescope.execution.model_names import checked_checkpoint, tokenizer_files
 from moescope.execution.replaced import replaced_classes
 from moescope.processor import avoid_broken_amx

@@ -20,8 +20,7 @@ import numpy as np
 from numpy.lib import format as npy
 from numpy.typing import NDArray
 
-from moescope.errors import BadInput
-from moescope.execution.failures import one_line, reject_if
+from moescope.errors import BadInput, one_line, reject_if
 from moescope.types import Array, Integers
 
 MOST_LAYERS = 1000

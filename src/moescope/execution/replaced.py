@@ -25,8 +25,8 @@ from moescope.decoder.model import check_model
 from moescope.decoder.replacement import KEY, Replaced, ReplacedRouters, install_routers
 from moescope.decoder.routers import Router, RouterInput, router_class
 from moescope.decoder.saving import FACTS
+from moescope.errors import one_line, reject_if
 from moescope.execution.adapters import Apart, Ask, Asked, Decision, RouterReads, find_blocks
-from moescope.execution.failures import one_line, reject_if
 
 # --- routers of the lab asked about single tokens, as they are or with other tensors
 

@@ -26,8 +26,7 @@ from zipfile import ZipFile
 import torch
 from torch import Tensor
 
-from moescope.errors import BadInput
-from moescope.execution.failures import one_line, reason, reject_if
+from moescope.errors import BadInput, one_line, reason, reject_if
 from moescope.execution.layer_weights import LayerWeights, read_by_layer
 from moescope.execution.models import (
     HALF,

@@ -27,8 +27,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from moescope.checkpoint.location import hub_commit
-from moescope.errors import BadInput
-from moescope.execution.failures import one_line, reject_if
+from moescope.errors import BadInput, one_line, reject_if
 
 STDIN = "-"
 CHUNK = 2**20  # bytes, characters or token ids per document at most: longer ones are split

@@ -13,8 +13,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from moescope.checkpoint import Checkpoint
-from moescope.errors import BadInput
-from moescope.execution.failures import reject_if
+from moescope.errors import BadInput, reject_if
 from moescope.families.reading import text_config
 from moescope.progress import duration
 from moescope.run import STREAMED, RunWriter

@@ -17,8 +17,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pandas as pd
 
-from moescope.checkpoint.files import first_line
-from moescope.errors import BadInput
+from moescope.errors import BadInput, reason
 from moescope.lab.config import MODEL, TrainConfig
 from moescope.lab.tables import TRAIN_TABLES
 from moescope.run import Run, write_json, write_table
@@ -82,7 +81,7 @@ def load_tasks(listed: str, option: str = "--tasks") -> dict[str, Any]:
         try:
             tasks: dict[str, Any] = manager.load(loaded)
         except ValueError as error:
-            raise BadInput(f"{option} {listed}: {first_line(error)}; name it once") from None
+            raise BadInput(f"{option} {listed}: {reason(error)}; name it once") from None
     for task in tasks["tasks"].values():
         if task.get_config("num_fewshot") is None:
             task.set_config(key="num_fewshot", value=0)
@@ -114,7 +113,7 @@ def loading_errors(name: str, option: str) -> Iterator[None]:
         yield
     except Exception as error:  # data, YAML and code of a task: each library has its own errors
         raise BadInput(
-            f"{option} {name}: the task or its data cannot be loaded ({first_line(error)[:200]}); load it "
+            f"{option} {name}: the task or its data cannot be loaded ({reason(error)[:200]}); load it "
             "once where the network is, into this HF_HOME, or remove the task"
         ) from None
 
