@@ -105,7 +105,7 @@ BUDGETS = {
     "decoder": 1776,
     "demo": 119,
     "deployment": 1341,
-    "execution": 3395,
+    "execution": 3391,
     "families": 945,
     "geometry": 367,
     "intervention": 1569,

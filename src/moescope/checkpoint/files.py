@@ -10,7 +10,7 @@ from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
-from moescope.errors import BadInput, reason
+from moescope.errors import BadInput, one_line
 
 if TYPE_CHECKING:
     from torch import Tensor, dtype
@@ -249,10 +249,9 @@ def read_json(files: Files, name: str) -> Any:
     """Return the parsed file; None if there is none, [] for JSON's null, which is not an object."""
     if (raw := files.raw(name)) is None:
         return None
-    try:
+    damaged = one_line(
+        f"{files.label(name)}: not valid JSON", "download the file again", (ValueError, RecursionError)
+    )
+    with damaged:
         value = json.loads(raw.decode("utf-8"))
-    except (ValueError, RecursionError) as error:
-        raise BadInput(
-            f"{files.label(name)}: not valid JSON ({reason(error)}); download the file again"
-        ) from None
     return [] if value is None else value

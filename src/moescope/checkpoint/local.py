@@ -18,11 +18,12 @@ from moescope.checkpoint.files import (
     check_text_size,
     safetensors_headers,
 )
-from moescope.errors import BadInput, reason
+from moescope.errors import BadInput, one_line, reason
 
 if TYPE_CHECKING:
     from torch import Tensor
 
+AGAIN = "download the file again"
 OPEN_FILES = 8
 MAX_BUFFERS = 1024  # per request: IOV_MAX of Linux and macOS
 HASHED_WHOLE = 64 * 2**20  # bytes per file; beyond, the largest tensors are sampled
@@ -122,29 +123,24 @@ class LocalFiles(Files):
     def read(self, name: str, tensor: str, index: Index = None) -> Tensor:
         import torch
 
-        try:
+        kinds = (OSError, ValueError, RuntimeError, KeyError)
+        with one_line(f"{self.label(name)}: cannot read tensor {tensor}", AGAIN, kinds):
             handle = self.handle(name)
             if is_pickle(name):
-                return (handle[tensor] if index is None else handle[tensor][index]).clone().contiguous()
-            # Not through a map: its pages would count as resident, and a cold disk would serve them 128 KiB
-            # at a time.
-            place = self.stored[name][tensor].part(index)
-            data = torch.empty(place.end - place.start, dtype=torch.uint8)
-            read_bytes(handle, place.start, [data])
-            return place.from_bytes(data)
-        except (OSError, ValueError, RuntimeError, KeyError) as error:
-            raise BadInput(
-                f"{self.label(name)}: cannot read tensor {tensor} ({reason(error)}); download the file again"
-            ) from None
+                value = (handle[tensor] if index is None else handle[tensor][index]).clone().contiguous()
+            else:
+                # Not through a map: its pages would count as resident, and a cold disk would serve them
+                # 128 KiB at a time.
+                place = self.stored[name][tensor].part(index)
+                data = torch.empty(place.end - place.start, dtype=torch.uint8)
+                read_bytes(handle, place.start, [data])
+                value = place.from_bytes(data)
+        return value
 
     def read_into(self, name: str, start: int, targets: list[Tensor]) -> None:
         """Fill tensors of bytes from `start` on; other threads run meanwhile."""
-        try:
+        with one_line(f"{self.label(name)}: cannot be read", AGAIN, OSError):
             read_bytes(self.handle(name), start, targets)
-        except OSError as error:
-            raise BadInput(
-                f"{self.label(name)}: cannot be read ({reason(error)}); download the file again"
-            ) from None
 
     def handle(self, name: str) -> Any:
         """Return the open file.
@@ -201,13 +197,10 @@ def load_pickled(path: Path) -> dict[str, Tensor]:
     """Map the tensors of a `.bin` file with torch's restricted unpickler, which calls nothing else."""
     import torch
 
-    try:
-        loaded = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-    except Exception as error:  # a damaged or hostile pickle may raise anything; none of its code has run
-        raise BadInput(
-            f"{path}: cannot be read as plain tensors ({reason(error)[:120]}), and pickled code is never "
-            "run; download it again, or give a checkpoint saved as safetensors"
-        ) from None
+    remedy = "pickled code is never run: download it again, or give a checkpoint saved as safetensors"
+    # a damaged or hostile pickle may raise anything; none of its code has run
+    with one_line(f"{path}: cannot be read as plain tensors", remedy):
+        loaded: Any = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
     table = loaded.items() if isinstance(loaded, dict) else ()
     if not table or not all(isinstance(key, str) and isinstance(value, torch.Tensor) for key, value in table):
         raise BadInput(

@@ -27,7 +27,7 @@ from moescope.checkpoint.files import (
     safetensors_headers,
 )
 from moescope.checkpoint.local import LocalFiles
-from moescope.errors import CREDENTIALS, BadInput, reason
+from moescope.errors import CREDENTIALS, BadInput, one_line, reason
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -124,17 +124,14 @@ class RemoteFiles(Files):
                 "long); upload it again"
             )
         header = (start + self.fetch(name, len(start), 8 + length))[: 8 + length]
-        try:
-            with tempfile.TemporaryDirectory() as folder:
-                sparse = Path(folder) / "sparse.safetensors"
-                with sparse.open("wb") as file:
-                    file.write(header)
-                    file.truncate(size)
-                self.stored[name] = safetensors_headers(sparse, header)
-        except (SafetensorError, OSError, ValueError) as error:
-            raise BadInput(
-                f"{self.label(name)}: not a complete safetensors file ({reason(error)}); upload it again"
-            ) from None
+        kinds = (SafetensorError, OSError, ValueError)
+        damaged = one_line(f"{self.label(name)}: not a complete safetensors file", "upload it again", kinds)
+        with damaged, tempfile.TemporaryDirectory() as folder:
+            sparse = Path(folder) / "sparse.safetensors"
+            with sparse.open("wb") as file:
+                file.write(header)
+                file.truncate(size)
+            self.stored[name] = safetensors_headers(sparse, header)
         return self.stored[name]
 
     def read(self, name: str, tensor: str, index: Index = None) -> Tensor:
@@ -329,12 +326,11 @@ def url_location(url: str) -> Location:
     query = asked[2] if asked and url.endswith(asked[2]) else ""
     plain, shown = url.removesuffix(query), hide_credentials(url).rstrip("/")
     secrets = tuple(secret for secret in (*CREDENTIALS.findall(url), query) if len(secret) > 1)
-    try:
+    # each file system has its own errors; fsspec names the package it needs
+    with one_line(f"{shown}: cannot be opened", "check the address"):
         web = [protocol for protocol in ("http", "https") if f"{protocol}://" in plain]
         settings = {protocol: {"client_kwargs": {"timeout": web_timeout()}} for protocol in web}
         filesystem, path = fsspec.core.url_to_fs(plain, **settings)
-    except Exception as error:  # each file system has its own errors; fsspec names the package it needs
-        raise BadInput(f"{shown}: {reason(error)[:200]}; check the address") from None
     root, name = path.rstrip("/"), shown.rsplit("/", 1)[-1]
     if not name.endswith(SUFFIXES):
         return Location(url, shown, name, RemoteFiles(filesystem, root, shown, query, secrets))

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from moescope.checkpoint.files import INDEX_NAMES, TORCH_DTYPES
 from moescope.checkpoint.local import LocalFiles, is_pickle
 from moescope.checkpoint.source import Checkpoint
-from moescope.errors import BadInput, reason
+from moescope.errors import BadInput, one_line
 from moescope.storage import check_disk, sync, whole_folder
 
 if TYPE_CHECKING:
@@ -77,19 +77,15 @@ class StoredBytes:
         begin, end = self.ranges[name]
         left = end - begin - first if length is None else length
         buffer = memoryview(bytearray(min(CHUNK_BYTES, max(left, 1))))
-        try:
-            with file.open("rb", buffering=0) as opened:
-                opened.seek(begin + first)
-                while left:
-                    count = opened.readinto(buffer[: min(left, len(buffer))])
-                    if not count:
-                        raise OSError(f"it ends {left} bytes too early")
-                    left -= count
-                    yield buffer[:count]
-        except OSError as error:
-            raise BadInput(
-                f"{file}: cannot read tensor {name} ({reason(error)}); download the file again"
-            ) from None
+        damaged = one_line(f"{file}: cannot read tensor {name}", "download the file again", OSError)
+        with damaged, file.open("rb", buffering=0) as opened:
+            opened.seek(begin + first)
+            while left:
+                count = opened.readinto(buffer[: min(left, len(buffer))])
+                if not count:
+                    raise OSError(f"it ends {left} bytes too early")
+                left -= count
+                yield buffer[:count]
 
     def copy(self, name: str, new_name: str | None = None) -> PlannedTensor:
         info = self.checkpoint.stored[name]
