@@ -108,7 +108,7 @@ def test_findings_name_chance_and_collapse(html, traced_run):
     words = re.search(
         (
             r"worst in layer (\d), CV ([\d.]+) \(without the bias of few documents ([\d.]+) "
-            r"\[([\d.]+), ([\d.]+)\], even: 0\) \(random routing, most extreme of 3: ([\d.]+)\)"
+            r"\[([\d.]+), ([\d.]+)\], even: 0\) \(random routing, extreme of 3: ([\d.]+)\)"
         ),
         html,
     )

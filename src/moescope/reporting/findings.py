@@ -1,10 +1,10 @@
 """Findings and key numbers as specs: which rows, which of them, which words.
 
-A text's fields are the leading row's columns, and: value, interval, chance (with its label), size (a word and
-the share of the largest possible value; first of all whether it is distinguishable from chance), place (layer
-3, expert 5), span and most (over all rows), count and total (rows that it is about, of all), count_of_total
-("all 3", or "2 of 3"), rows (their layers, or the first places), groups (the leading row per group), first
-and last (the value there, with its step). A number prints with three digits.
+A text's fields are the leading row's columns, and: value, interval, chance (with its label), size (a word,
+the share of the largest possible value and "; ", but first of all whether it is distinguishable from
+chance), place (layer 3, expert 5), span and most (over all rows), count and total (rows that it is about,
+of all), count_of_total ("all 3", or "2 of 3"), rows (their layers, or the first places), groups (the
+leading row per group), first and last (the value there, with its step). A number prints with three digits.
 """
 
 from __future__ import annotations
@@ -128,17 +128,17 @@ def judged(rows: pd.DataFrame) -> pd.Series:
     return rows["_chance"].notna() & rows[["_low", "_noise", "_limit"]].notna().any(axis=1)
 
 
-def level_of(spec: Rows, top: pd.Series, rows: pd.DataFrame, column: Column) -> tuple[float, str]:
-    """Return the chance level of the leading row and what it is; of an extreme row that of the extreme."""
+def level_of(spec: Rows, top: pd.Series, rows: pd.DataFrame) -> tuple[float, str]:
+    """Return the chance level of the leading row, of an extreme one that of the extreme and of how many."""
     if spec.pick in EXTREMES and len(rows) > 1 and pd.notna(top["_extreme"]):
-        return float(top["_extreme"]), f"{column.chance_label}, most extreme of {len(rows):,}"
-    return float(top["_chance"]), column.chance_label
+        return float(top["_extreme"]), f"extreme of {len(rows):,}"
+    return float(top["_chance"]), ""
 
 
 def size_of(row: pd.DataFrame, column: Column) -> str:
     """Return whether a row is distinguishable from chance, and if so how large its value is.
 
-    "not distinguishable from chance", or "weak (7 % of the largest possible)".
+    "not distinguishable from chance", or "weak (7 % of the maximum)".
     """
     if judged(row).iloc[0] and not beyond(row).iloc[0]:
         return "not distinguishable from chance"
@@ -158,7 +158,8 @@ def fields(spec: Said, counted: pd.DataFrame, rows: pd.DataFrame, table: Table) 
     column = table.quantity(spec.column)
     lead = (counted if len(counted) else rows).iloc[:1]
     top = lead.iloc[0]
-    level, label = level_of(spec, top, rows, column)
+    level, of = level_of(spec, top, rows)
+    label, size = ", ".join(filter(None, (column.chance_label, of))), size_of(lead, column)
     interval = f" [{number(top['_low'])}, {number(top['_high'])}]" if pd.notna(top["_low"]) else ""
     if pd.notna(top["_corrected_chance"]):
         words = f"{number(top['_corrected'])}{interval}, even: {number(top['_corrected_chance'])}"
@@ -184,7 +185,7 @@ def fields(spec: Said, counted: pd.DataFrame, rows: pd.DataFrame, table: Table) 
         "value": top["_value"],
         "chance": f"{label}: {number(level)}",
         "interval": interval,
-        "size": size_of(lead, column),
+        "size": f"{size}; " if size else "",
         "place": place_of(top, table),
         "span": span(rows["_value"]),
         "most": rows["_value"].max(),
@@ -257,7 +258,8 @@ def key_number(spec: Number, tables: Tables, schema: Schema) -> KeyNumber | None
         word = (size_of(lead, column) or "beyond chance") if beyond(lead).iloc[0] else "at chance"
     keys = [key for key in ("layer", "expert") if pd.notna(top.get(key))]
     where = place(top, schema[spec.table], *keys) if len(rows) > 1 else ""
-    chance, label = level_of(spec, top, rows, column)
+    chance, of = level_of(spec, top, rows)
+    label = f"{column.chance_label} ({of})" if of else column.chance_label
     level, most = (None if pd.isna(bound) else float(bound) for bound in (chance, top["_most"]))
     words = ", ".join(filter(None, (word, where)))
     return KeyNumber(name, float(top["_value"]), level, column.unit, words, label, most)

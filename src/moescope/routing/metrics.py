@@ -510,7 +510,7 @@ SPECIALISATION = [
         unit="nats",
         title="I(expert; domain)",
         most="largest",
-        most_label="the largest possible",
+        most_label="the maximum",
         sizes=DEPENDENCE,
     ),
     Metric(
@@ -524,7 +524,7 @@ SPECIALISATION = [
         unit="nats",
         title="I(expert; token)",
         most="largest",
-        most_label="the largest possible",
+        most_label="the maximum",
         sizes=DEPENDENCE,
         misleads="From a sample; run.json states its size.",
     ),

@@ -60,17 +60,17 @@ NUMBERS = [
     Number(METRICS, "token_information", name="I(expert; token)"),
 ]
 FINDINGS = [
-    Said(METRICS, "cv", text="Load balance: {size}; worst in {place}, CV {value}{interval} ({chance}). All layers: {span}.", figure="balance_by_layer"),
+    Said(METRICS, "cv", text="Load balance: {size}worst in {place}, CV {value}{interval} ({chance}). All layers: {span}.", figure="balance_by_layer"),
     Said("domains", "affinity", where="affinity_p == affinity_p and affinity >= 1", only="claimed", pick="largest", group="domain", text="Domain experts, times the mean domain's use: {groups} ({chance}; {count} of {total} uses above it are beyond chance, corrected over all experts, layers and domains).", otherwise="Domain experts: no expert prefers a domain beyond chance (0 of {total} uses above the mean domain's, corrected over all; uncorrected, one of 20 is).", tab="overview", colour="domain_affinity"),
     Said("load_totals", "times_even", where="times_even_noise != times_even_noise", pick="largest", text="Busiest expert: {place}, {value} times an even share ({chance}; without documents not judged).", tab="overview", colour="load"),
-    Said("load_totals", "times_even", where="times_even_noise == times_even_noise", only="claimed", pick="largest", text="Experts' load: {size}; {count} of {total} differ from an even share beyond chance, most {place}, {value} times it ({chance}).", otherwise="Experts' load: none of {total} differs from an even share beyond chance ({span} times it).", tab="overview", colour="load"),
+    Said("load_totals", "times_even", where="times_even_noise == times_even_noise", only="claimed", pick="largest", text="Experts' load: {size}{count} of {total} differ from an even share beyond chance, most {place}, {value} times it ({chance}).", otherwise="Experts' load: none of {total} differs from an even share beyond chance ({span} times it).", tab="overview", colour="load"),
     Said("load_totals", "tokens", only="unused", text="Unused experts: {count} of {total} got no token: {rows}.", otherwise="All {total} experts got tokens.", tab="overview", colour="load"),
     Said(METRICS, "dropped", where="value > 0", text="Expert capacity was exceeded: in {place} a share of {value} of the expert slots is empty ({chance}).", figure="balance_by_layer"),
     Said(METRICS, "routing_entropy", pick="smallest", text="Routing entropy: {span} nats, lowest in {place} ({chance}).", figure="decisions_by_layer"),
     Said(METRICS, "confidence", pick="largest", text="Mean top-1 probability: {span}, highest in {place} ({chance}).", figure="decisions_by_layer"),
     Said("coactivation", "over", where="expert_a < expert_b", only="claimed", pick="largest", text="Most co-activated: {place}, {value} times chance (most co-activated of all pairs by chance: about {largest_by_chance}); {count} of {total} pairs are beyond it.", otherwise="Co-activation: none of {total} pairs is beyond chance (at most {most} times chance).", figure="coactivation_heatmap"),
-    Said(METRICS, "domain_information", only="beyond", pick="largest", text="Domain specialisation: {size}; highest in {place}, I(expert; domain) = {value}{interval} nats ({chance}).", otherwise="Domain specialisation: no layer is distinguishable from chance, I(expert; domain) = {span} nats ({chance}).", figure="specialisation_by_layer"),
-    Said(METRICS, "token_information", text="Token specialisation: {size}; highest in {place}, I(expert; token) = {value} nats ({chance}).", figure="specialisation_by_layer"),
+    Said(METRICS, "domain_information", only="beyond", pick="largest", text="Domain specialisation: {size}highest in {place}, I(expert; domain) = {value}{interval} nats ({chance}).", otherwise="Domain specialisation: no layer is distinguishable from chance, I(expert; domain) = {span} nats ({chance}).", figure="specialisation_by_layer"),
+    Said(METRICS, "token_information", text="Token specialisation: {size}highest in {place}, I(expert; token) = {value} nats ({chance}).", figure="specialisation_by_layer"),
     Said(METRICS, "sequential_consistency", only="beyond", pick="largest", text="Adjacent tokens share their top expert most often in {place}: {value}{interval} ({chance}).", otherwise="Adjacent tokens: no layer gives them the same top expert more often than chance ({span}; {chance}).", figure="sequence_by_layer"),
 ]
 OVER_STEPS = [
