@@ -186,7 +186,7 @@ M.map = (() => {
     const lines = [`Layer ${layer}, expert ${expert}`, `${measure.title}: ${M.number(at("value"))} ${measure.unit}`];
     if (at("low") !== undefined && at("low") !== null) lines.push(`interval ${M.number(at("low"))} to ${M.number(at("high"))}`);
     if (at("chance") !== undefined && at("chance") !== null) lines.push(`chance ${M.number(at("chance"))}`);
-    if (at("beyond") !== undefined) lines.push(at("beyond") === null ? "no interval" : measure.outline[at("beyond") ? 0 : 1]);
+    if (at("beyond") !== undefined) lines.push(at("beyond") === null ? "not judged" : measure.outline[at("beyond") ? 0 : 1]);
     if (at("mark")) lines.push("removed");
     return lines;
   }
