@@ -292,7 +292,7 @@ def test_the_lift_matrix_is_the_tables(tables):
     pairs = tables["coactivation"][tables["coactivation"]["layer"] == 1]
     matrix = lift_over_chance(pairs)
     row = pairs[(pairs["expert_a"] == 2) & (pairs["expert_b"] == 0)].iloc[0]
-    assert matrix.loc[2, 0] == pytest.approx(row["lift"] / row["chance_lift"], rel=1e-14)
+    assert matrix.loc[2, 0] == pytest.approx(row["tokens"] / row["expected"], rel=1e-14)
     assert np.isnan(np.diag(matrix)).all()
 
 

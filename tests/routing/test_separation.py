@@ -13,11 +13,13 @@ from moescope.routing.metrics import METRICS
 from moescope.routing.separation import (
     chance_lift,
     coactivation,
+    expected_pairs,
     expert_overlap,
     gram_chance,
     gram_collapse,
     gram_orthogonality,
     overlap_chance,
+    pair_p,
     router_similarity,
     router_similarity_abs,
     router_similarity_max,
@@ -64,6 +66,27 @@ def test_the_chance_of_overlap_holds_for_few_tokens(tokens, n, k):
     endless = (k - 1) / (2 * (n - 1) - (k - 1))
     assert overlap_chance(10**9, n, k) == pytest.approx(endless, rel=1e-6)
     assert (tokens, n, k) != (28, 128, 6) or np.mean(drawn) > 1.9 * endless
+
+
+@pytest.mark.parametrize(("n", "k", "uneven"), [(8, 2, 0.0), (8, 2, 1.5), (64, 8, 1.0)])
+def test_independent_choices_of_uneven_experts_are_no_co_activation(n, k, uneven):
+    """100 texts of 1,500 tokens; a busy pair is together more often than c_a c_b/N and is expected to be.
+
+    At a true rate of 5 % more than 10 texts have a claimed pair in one case of 90.
+    """
+    generator, found, above = np.random.default_rng(0), 0, []
+    lean = uneven * np.linspace(-1, 1, n)
+    a, b = np.triu_indices(n, 1)
+    for _ in range(100):
+        chosen = (generator.gumbel(size=(1500, n)) + lean).argsort(1)[:, -k:]
+        pairs = pair_counts(chosen, n)
+        expected, noise = expected_pairs(pairs, 1500)
+        enough = expected[a, b] >= 5
+        found += (pair_p(pairs, expected, noise)[a, b][enough] * len(a) < 0.05).any()
+        above.append(((pairs - expected) / (expected * noise))[a, b][enough])
+        assert expected.sum(1) - np.diag(expected) == pytest.approx(pairs.sum(1) - np.diag(pairs), rel=1e-3)
+    assert found <= 10
+    assert np.concatenate(above).std() == pytest.approx(1, abs=0.1)
 
 
 @pytest.mark.parametrize(("n", "k"), [(8, 3), (64, 2), (64, 8)])

@@ -525,8 +525,8 @@ def coactivation_columns(counts: LayerCounts, pairs: int | None = None) -> dict[
     share_EE, lift_EE = coactivation(counts.pairs_EE, tokens)
     tokens_E = np.diag(counts.pairs_EE).astype(np.int64)
     chance = chance_lift(n, counts.mean_k, counts.mean_pairs)
-    expected_EE, noise_EE = expected_pairs(tokens_E, tokens, chance)
-    over_EE = divide(lift_EE, np.asarray(chance))
+    expected_EE, noise_EE = expected_pairs(counts.pairs_EE, tokens)
+    over_EE = divide(counts.pairs_EE, expected_EE)
     few_EE, pairs = ~(expected_EE >= FEWEST_EXPECTED), pairs or n * (n - 1) // 2
     p_EE = pair_p(counts.pairs_EE, expected_EE, noise_EE)
     place_E = np.argsort(coactivation_order(np.where(expected_EE >= DRAWN_FROM, over_EE, np.nan)))

@@ -168,7 +168,7 @@ def plane_of_noise(n: int) -> float:
 
 
 def lift_over_chance(pairs: pd.DataFrame) -> pd.DataFrame:
-    """Matrix lift/chance_lift of a layer's pairs; empty where less than one token is expected."""
+    """Matrix of co-activation over chance of a layer's pairs; empty where less than one token is expected."""
     drawn = pairs.assign(over=pairs["over"].where(pairs["expected"] >= DRAWN_FROM))
     return drawn.pivot(index="expert_a", columns="expert_b", values="over").sort_index().sort_index(axis=1)
 

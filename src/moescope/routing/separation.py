@@ -5,7 +5,9 @@ from __future__ import annotations
 import numpy as np
 
 from moescope.routing.load_balance import divide
-from moescope.types import Array, Integers
+from moescope.types import Array
+
+FITTING_STEPS = 100  # of the weights of experts that pairs are expected by
 
 
 def coactivation(pairs_EE: Array, tokens: int) -> tuple[Array, Array]:
@@ -115,17 +117,26 @@ def similarity_max_chance(n: int, d: int) -> float:
     return float(min(np.sqrt(2 * np.log(max(n * (n - 1) / 2, 1)) / d), 1.0))
 
 
-def expected_pairs(tokens_E: Integers, tokens: int, chance: float) -> tuple[Array, Array]:
-    """Return tokens that random routing gives every pair of experts, c_a c_b/N chance, and its noise.
+def expected_pairs(pairs_EE: Array, tokens: int) -> tuple[Array, Array]:
+    """Return tokens that would choose every pair if experts were chosen independently, and the noise.
 
-    The noise is of the count over what is expected, given c_a and c_b. Of a token that chooses a with
-    probability s_a and both with p = s_a s_b chance, the variance is p (1 - p) - g' C^-1 g, C the covariance
-    of the two choices and g theirs with both, p (1 - s_a) and p (1 - s_b): p (1 - s_a) (1 - s_b) where
-    choices are independent, more where they exclude each other.
+    Quasi-independence: w_a w_b for different experts, fitted to each expert's pairs, so that busy experts are
+    expected together more often (Goodman 1968). Exact for two experts per token and weights of the experts;
+    for evenly used experts it is random routing.
+
+    The noise is of the count over what is expected, given the experts' tokens. Of a token that chooses a with
+    probability s_a and both with p, the variance is p (1 - p) - g' C^-1 g, C the covariance of the two
+    choices and g theirs with both, p (1 - s_a) and p (1 - s_b): p (1 - s_a) (1 - s_b) where choices are
+    independent, more where they exclude each other.
     """
-    a, b = np.meshgrid(tokens_E / max(tokens, 1), tokens_E / max(tokens, 1), indexing="ij")
-    p, both = a * b * chance, a * b * (chance - 1)
-    variance_a, variance_b = a * (1 - a), b * (1 - b)
+    share_E = np.diag(pairs_EE) / max(tokens, 1)
+    total_E = pairs_EE.sum(1) - np.diag(pairs_EE)
+    weight_E = total_E / np.sqrt(max(total_E.sum(), 1.0))
+    for _ in range(FITTING_STEPS):  # the geometric mean of two steps does not swing
+        weight_E = np.sqrt(weight_E * np.nan_to_num(divide(total_E, weight_E.sum() - weight_E)))
+    a, b = np.meshgrid(share_E, share_E, indexing="ij")
+    p = np.outer(weight_E, weight_E) / max(tokens, 1)
+    variance_a, variance_b, both = a * (1 - a), b * (1 - b), p - a * b
     with_a, with_b = p * (1 - a), p * (1 - b)
     explained = with_a**2 * variance_b - 2 * with_a * with_b * both + with_b**2 * variance_a
     left = p * (1 - p) - np.nan_to_num(divide(explained, variance_a * variance_b - both**2))

@@ -101,8 +101,10 @@ COLUMNS: dict[str, Column] = {
         "value − t · jackknife standard error over 256 groups of documents; see cv, gini and max_violation",
         misleads="It covers other documents like these, not other kinds of text. Null under 20 documents."),
     "high": Column("float", "Upper end of that interval."),
-    "expected": Column("float", "Tokens that would choose both by chance.", "c_a c_b/N · chance_lift", label="expected tokens"),
-    "over": Column("float", "Co-activation of a pair over chance.", "lift/chance_lift", at_worst="far above 1: the pair acts as one expert",
+    "expected": Column("float", "Tokens that would choose both if experts were chosen independently, each as often as it is.",
+        "w_a w_b, w fitted to Σ_b tokens(a, b) of each expert", label="expected tokens",
+        misleads="Exact for k = 2; with larger k and very uneven experts it is too low for the busiest ones."),
+    "over": Column("float", "Co-activation of a pair over chance.", "tokens(a, b)/expected", at_worst="far above 1: the pair acts as one expert",
         at_chance="1", at_best="1", label="co-activation", unit="× chance", chance_label="chance", noise="over_noise", **TIMES),
     "coactivation.claimed": Column("bool",
         "Whether the pair is chosen together more often than independent tokens would, Bonferroni-corrected over all pairs of all layers. "
