@@ -18,7 +18,6 @@ import pytest
 import torch
 from torch import nn
 
-import moescope
 from moescope.errors import BadInput
 from moescope.routing.metrics import METRICS
 from moescope.routing.monitor import LoopMonitor, Thresholds
@@ -62,9 +61,7 @@ def watched(folder: Path, kind: str = "mixtral", micro: int = 1, **settings) -> 
 @pytest.mark.parametrize("kind", ["mixtral", "deepseek_v3", "llama4_text"])
 def test_tokens_and_gate_weight_are_what_experts_were_handed_one_document_at_a_time(tmp_path, kind):
     run = watched(tmp_path / "run", kind)
-    if (
-        kind == "llama4_text"
-    ):  # its experts are handed every token, so the oracle does not know it: all tokens are there
+    if kind == "llama4_text":  # its experts are handed every token, so the oracle does not know it
         tokens = sum(int(row["attention_mask"].sum()) for row in documents())
         assert (load(run).sum(1) == tokens * model_of(kind).config.num_experts_per_tok).all()
         return
@@ -247,21 +244,10 @@ def test_the_steps_table_has_losses_tokens_and_what_the_loop_told(tmp_path):
 def test_a_killed_training_keeps_every_table_flushed_before(tmp_path):
     script = Path(__file__).parent / "tiny_training.py"
     tests = str(script.parents[1])
-    process = subprocess.Popen(
-        [
-            sys.executable,
-            "-c",
-            (
-                f"import sys, runpy; sys.path.insert(0, {tests!r}); runpy.run_path({str(script)!r}, "
-                "run_name='__main__')"
-            ),
-            str(tmp_path / "run"),
-            "waits",
-        ],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-    )
+    source = f"import sys, runpy; sys.path.insert(0, {tests!r}); "
+    source += f"runpy.run_path({str(script)!r}, run_name='__main__')"
+    command = [sys.executable, "-c", source, str(tmp_path / "run"), "waits"]
+    process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None
     assert process.stdin is not None
     assert process.stdout.readline() == "waiting\n"
@@ -346,10 +332,11 @@ def test_a_full_disk_is_said_and_training_goes_on(tmp_path, monkeypatch, caplog)
     assert monitor.close().table("load")["step"].unique().tolist() == [6, 8]
 
 
-def test_tables_that_cannot_be_made_are_said_and_training_goes_on(tmp_path, monkeypatch, caplog):
-    def cannot(*given: object) -> None:
-        raise ValueError("a table that nobody thought of")
+def cannot(*given: object) -> None:
+    raise ValueError("a table that nobody thought of")
 
+
+def test_tables_that_cannot_be_made_are_said_and_training_goes_on(tmp_path, monkeypatch, caplog):
     model = model_of()
     monitor = LoopMonitor(tmp_path / "run", every=2, gradients_every=0).watch(model)
     with monkeypatch.context() as broken:
@@ -366,9 +353,6 @@ def test_tables_that_cannot_be_made_are_said_and_training_goes_on(tmp_path, monk
 
 
 def test_tables_lost_at_the_very_end_are_said_too(tmp_path, monkeypatch, caplog):
-    def cannot(*given: object) -> None:
-        raise ValueError("a table that nobody thought of")
-
     model = model_of()
     monitor = LoopMonitor(tmp_path / "run", every=2, gradients_every=0).watch(model)
     monkeypatch.setattr("moescope.routing.monitor.window_tables", cannot)
@@ -388,7 +372,6 @@ def test_a_monitor_thrown_away_by_its_own_writing_thread_leaves_an_interrupted_r
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"every": 0}, "every 0: must be a whole number from 1"),
         ({"every": 1.5}, "every 1.5: must be a whole number from 1"),
         ({"gradients_every": -1}, "gradients_every -1: must be a whole number from 0"),
         ({"scan_every": 5}, "scan_every 5: .*moescope.scan_model"),
@@ -405,34 +388,17 @@ def test_a_model_without_experts_is_refused_and_nothing_is_written(tmp_path):
     assert not (tmp_path / "run").exists()
 
 
-def test_moescope_monitor_is_found_without_importing_torch_first():
-    code = (
-        "import sys, moescope; assert 'Monitor' in dir(moescope); assert 'torch' not in sys.modules; "
-        "moescope.Monitor; assert 'torch' in sys.modules"
-    )
-    subprocess.run([sys.executable, "-c", code], check=True)
-    assert issubclass(moescope.Monitor, LoopMonitor)
-
-
 def test_routers_are_hooked_only_in_steps_whose_logits_are_looked_at(tmp_path):
     model = model_of()
     monitor = LoopMonitor(tmp_path / "run", every=6, decisions_every=3, gradients_every=0).watch(model)
     capture, routers = monitor.capture, [block.router for block in monitor.blocks]
-    hooked = []
+    hooked = []  # transformers has hooks of its own there
     for start in range(6):
-        hooked.append(
-            (len(capture.router_hooks), bool(capture.check_hooks))
-        )  # transformers has hooks of its own there
+        hooked.append((len(capture.router_hooks), bool(capture.check_hooks)))
         model(**batch(documents(8)[start : start + 2])).loss.backward()
         monitor.step()
-    assert hooked == [
-        (3, True),
-        (0, False),
-        (3, False),
-        (0, False),
-        (0, False),
-        (3, False),
-    ]  # the first pass is checked
+    assert [hooks for hooks, _ in hooked] == [3, 0, 3, 0, 0, 3]
+    assert [checked for _, checked in hooked] == [True, *[False] * 5]  # the first pass is checked
     run = monitor.close()
     assert [capture.hooks, capture.router_hooks, capture.check_hooks] == [[], [], []]
     assert (run.table("routing_layers")["metric"] == "routing_entropy").sum() == len(routers)

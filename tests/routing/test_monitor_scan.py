@@ -17,6 +17,7 @@ SCANNED = ("alignment", "alignment_layers", "alignment_tests", "orthogonality", 
 
 def test_the_public_monitor_takes_thresholds_by_name():
     limits = {"dead_steps": 7, "max_load": 0.5, "max_unused": 0.2, "min_entropy": 0.05, "max_cv": 0.9}
+    assert "Monitor" in dir(moescope)
     assert vars(moescope.Monitor(**limits).thresholds) == limits
     with pytest.raises(BadInput, match="max_load -1"):
         moescope.Monitor(max_load=-1)

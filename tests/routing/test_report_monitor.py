@@ -71,10 +71,7 @@ def lab_run(router: str, folder: Path, **options: object) -> Run:
     [
         ("spectra", ["column error", "overlap of directions"]),
         ("some", ["key cosine", "key strength", "weakened keys"]),
-        (
-            "expert_choice",
-            ["tokens without an expert", "experts per token", "spread of experts per token"],
-        ),
+        ("expert_choice", ["tokens without an expert", "experts per token", "spread of experts per token"]),
         ("top2", []),
     ],
 )

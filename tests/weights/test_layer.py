@@ -234,12 +234,6 @@ def test_frames_with_marked_experts_conform_to_their_schema():
     assert values.null_count == 1
 
 
-def test_fewer_than_two_usable_experts_are_rejected_even_when_going_on():
-    weights, _ = spoiled(0, bad=1, n=2)
-    with pytest.raises(BadInput, match="fewer than two experts"):
-        frames_of(weights, keep_going=True)
-
-
 def test_a_layer_of_one_expert_is_rejected():
     with pytest.raises(BadInput, match="one expert only"):
         frames_of(random_weights(0, n=1))

@@ -100,13 +100,6 @@ def test_tables_are_equal_bit_for_bit_where_threads_change_the_last_digits(conne
     assert_equal_tables(*runs)
 
 
-def test_several_checkpoints_are_steps(connected, tmp_path):
-    models = [tiny_checkpoint(tmp_path / f"checkpoint-{step}", seed=step) for step in (100, 200)]
-    assert_equal_tables(
-        scan(*models, out=tmp_path / "ray", engine="ray"), scan(*models, out=tmp_path / "here")
-    )
-
-
 def test_a_killed_worker_s_layer_is_done_again_and_nothing_twice(
     connected, tmp_path, model, here, monkeypatch, capfd
 ):
@@ -118,25 +111,6 @@ def test_a_killed_worker_s_layer_is_done_again_and_nothing_twice(
     assert capfd.readouterr() == ("", ""), "Ray's news of the dead worker would spoil --json"
     attempts = sorted(mark.name for mark in marks.iterdir())
     assert attempts == sorted([*(f"step0-layer{layer}-0" for layer in range(LAYERS)), "step0-layer1-1"])
-
-
-def test_progress_reaches_the_total_over_all_workers(connected, tmp_path, model, monkeypatch):
-    seen = []
-
-    class Shown:
-        def __init__(self, total, done, what, quiet):
-            seen.append((total, done))
-
-        def __enter__(self):
-            return seen.append
-
-        def __exit__(self, *_):
-            pass
-
-    monkeypatch.setattr(scan_module, "progress", Shown)
-    on_ray(model, tmp_path / "run")
-    assert seen[0] == (LAYERS * 6 * 2, 0)
-    assert sorted(seen[1:]) == sorted(f"layer {layer}" for layer in range(LAYERS) for _ in range(6 * 2))
 
 
 def test_bad_weights_met_by_a_worker_are_the_same_line_as_here(connected, tmp_path):
@@ -277,23 +251,6 @@ def test_an_interrupted_scan_stops_ray_and_is_finished_on_another_cluster(
     run = on_ray(model, tmp_path / "run")
     assert_equal_tables(run, here)
     assert run.info["engine"] == "ray"
-
-
-def test_bad_weights_are_one_line_and_exit_code_2(ray_cluster, tmp_path):
-    tensors = tiny_tensors()
-    tensors[expert_name(1, 2, "gate")][:] = math.nan
-    write_checkpoint(tmp_path / "model", tensors, tiny_config())
-    command = [sys.executable, "-m", "moescope", "scan", "model", "--engine", "ray", "--address", "auto"]
-    command += ["--layers", "1"]
-    # where `auto` looks first: other clusters may run here
-    environment = {**os.environ, "RAY_ADDRESS": ray_cluster}
-    shown = subprocess.run(
-        command, capture_output=True, text=True, cwd=tmp_path, env=environment, timeout=120, check=False
-    )
-    assert (shown.returncode, shown.stdout) == (2, "")
-    assert len(shown.stderr.splitlines()) == 1
-    assert expert_name(1, 2, "gate") in shown.stderr
-    assert not (tmp_path / "runs").exists()
 
 
 def test_an_address_without_a_cluster_is_one_line_and_exit_code_2(tmp_path, model):

@@ -29,17 +29,6 @@ def test_raw_rows_keep_their_direction_and_have_unit_length():
     np.testing.assert_allclose(rows, [[0.6, 0.8], [0, -1]])
 
 
-def test_a_vector_common_to_all_rows_changes_raw_and_not_centered():
-    weights = random_weights(0)
-    moved = random_weights(0, router=weights.router_ED.read().numpy() + np.linspace(1, 2, 12))
-
-    def rows(layer, view):
-        return normalised_rows(layer, router_rows(layer, fold_norm=False), view).numpy()
-
-    np.testing.assert_allclose(rows(weights, "centered"), rows(moved, "centered"), atol=1e-12)
-    assert np.abs(rows(weights, "raw") - rows(moved, "raw")).max() > 0.1
-
-
 def test_centered_rows_are_less_their_mean_then_of_unit_length():
     weights = random_weights(1)
     router = weights.router_ED.read().numpy()
@@ -93,9 +82,7 @@ def test_the_centered_share_leaves_marked_experts_out_of_the_mean():
     assert centered_share(rows, {1}) == pytest.approx({0: 0, 2: 0.8, 3: 0.8})
 
 
-@pytest.mark.parametrize(
-    ("value", "reason"), [(np.nan, "NaN or Inf"), (np.inf, "NaN or Inf"), (0.0, "all zeros")]
-)
+@pytest.mark.parametrize(("value", "reason"), [(np.nan, "NaN or Inf"), (0.0, "all zeros")])
 def test_a_row_that_cannot_be_normalised_is_named_with_file_tensor_and_remedy(value, reason):
     router = np.ones((4, 12))
     router[2] = value
@@ -180,12 +167,8 @@ def test_an_unknown_matrix_is_rejected_with_the_known_ones():
         expert_matrix(random_weights(0), "w1", 0, None)
 
 
-@pytest.mark.parametrize(
-    ("value", "reason"), [(np.nan, "NaN or Inf"), (-np.inf, "NaN or Inf"), (0.0, "all zeros")]
-)
-@pytest.mark.parametrize(
-    ("matrix", "tensor"), [("gate", "w1"), ("up", "w3"), ("gate_up", "w1"), ("gate_up", "w3"), ("down", "w2")]
-)
+@pytest.mark.parametrize(("value", "reason"), [(-np.inf, "NaN or Inf"), (0.0, "all zeros")])
+@pytest.mark.parametrize(("matrix", "tensor"), [("gate", "w1"), ("gate_up", "w3"), ("down", "w2")])
 def test_an_expert_that_says_nothing_is_named_with_file_tensor_and_remedy(matrix, tensor, value, reason):
     weights = random_weights(0)
     field = {"w1": "gate_EFD", "w3": "up_EFD", "w2": "down_EDF"}[tensor]

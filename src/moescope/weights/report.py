@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -796,39 +795,30 @@ def experts(run: Run) -> Iterator[LayerCards]:
 def layer_cards(tables: Tables) -> dict[int, list[Payload]]:
     blocks: dict[int, list[Payload]] = {}
 
-    def add(frame: pd.DataFrame, block: dict[str, Any], **columns: Iterable[Any]) -> None:
-        lists = {name: list(values) for name, values in columns.items()}
-        for expert, part in stretches(frame["expert"].to_numpy()):
-            of_expert = {name: values[part] for name, values in lists.items()}
-            blocks.setdefault(expert, []).append({**block, **of_expert})
+    def add(frame: pd.DataFrame, block: dict[str, Any], **columns: np.ndarray) -> None:
+        for expert, at in frame.groupby("expert").indices.items():
+            of_expert = {name: values[at].tolist() for name, values in columns.items()}
+            blocks.setdefault(int(expert), []).append({**block, **of_expert})
 
     if "alignment" in tables:
-        rows = tables["alignment"].sort_values(["expert", "k"])
+        rows = tables["alignment"].sort_values("k")
         mean, spread = rows["shuffle_mean"].to_numpy(float), rows["shuffle_std"].to_numpy(float)
-        low, high = (np.clip(mean + side * spread, 0, 1).tolist() for side in (-2, 2))
+        low, high = (np.clip(mean + side * spread, 0, 1) for side in (-2, 2))
         curve = {"kind": "curve", "title": "Alignment over k", "logarithmic": True}
         words = {"labels": ["k", "alignment"], "band": "random pairings, mean ± 2 sd"}
-        add(rows, {**curve, **words}, x=rows["k"].tolist(), y=rows["align"].tolist(), low=low, high=high)
+        x, y = rows["k"].to_numpy(), rows["align"].to_numpy()
+        add(rows, {**curve, **words}, x=x, y=y, low=low, high=high)
     if "similarity" in tables and len(tables["similarity"]):
         pairs = tables["similarity"].query("k == 1")
         pairs = pairs[["expert_a", "expert_b"]].assign(cosine=pairs["cosine"].abs())
         sides = (["expert", "other", "cosine"], ["other", "expert", "cosine"])  # each pair from both
         both = pd.concat([pairs.set_axis(names, axis=1) for names in sides])
         both = both.sort_values("cosine", ascending=False, kind="stable").groupby("expert").head(NEAREST)
-        both = both.sort_values("expert", kind="stable")
-        nearest = map(list, zip(both["other"].tolist(), both["cosine"].tolist(), strict=True))
+        nearest = both[["other", "cosine"]].astype(object).to_numpy()
         add(both, {"kind": "experts", "title": "Nearest experts", "unit": "|cos|"}, rows=nearest)
     if "spectrum" in tables:
-        rows = tables["spectrum"].sort_values(["expert", "place"])
+        rows = tables["spectrum"].sort_values("place")
         curve = {"kind": "curve", "title": "Singular values", "logarithmic": True}
         words = {"labels": ["index", "singular value"]}
-        add(rows, {**curve, **words}, x=rows["place"].tolist(), y=rows["singular_value"].tolist())
+        add(rows, {**curve, **words}, x=rows["place"].to_numpy(), y=rows["singular_value"].to_numpy())
     return blocks
-
-
-def stretches(numbers: np.ndarray) -> Iterator[tuple[int, slice]]:
-    """Each expert of a sorted column, and where its rows are."""
-    edges = [0, *(np.flatnonzero(np.diff(numbers)) + 1).tolist(), len(numbers)]
-    for begin, end in pairwise(edges):
-        if begin < end:
-            yield int(numbers[begin]), slice(begin, end)
