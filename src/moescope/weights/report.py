@@ -292,21 +292,13 @@ def numbers_of(view: View) -> list[KeyNumber]:
     """The numbers that lead the overview, with their chance levels."""
     numbers = []
     if view.has_rows:
-        found, level = view.verdicts(), false_calls(view)
+        found, n, (count, level, word) = view.verdicts(), len(view.layers), claims(view)
         identifying, permuted = (len(found.get(name, [])) for name in ("identifying", "permuted"))
-        unit = f"of {len(view.layers)}, {identifying} identifying"
+        unit = f"of {n}, {identifying} identifying"
         unit += f", {permuted} in another order" if permuted else ""
-        numbers = [
-            KeyNumber(
-                "Layers above chance",
-                above_chance(view),
-                None if np.isnan(level) else level,
-                unit,
-                alignment_word(view),
-                "chance of any, at most",
-                len(view.layers),
-            )
-        ]
+        chance = None if np.isnan(level) else level
+        named = "Layers above chance"
+        numbers = [KeyNumber(named, count, chance, unit, word, "chance of any, at most", n)]
     numbers += key_numbers([*OF_PAIRING, *OF_COSINES], view.tables, TABLES)
     if len(cosines := view.first_cosines):
         collapsed, expected, pairs = (
@@ -318,21 +310,14 @@ def numbers_of(view: View) -> list[KeyNumber]:
     return [*numbers, *key_numbers(OF_RANKS, view.tables, TABLES)]
 
 
-def above_chance(view: View) -> int:
-    return sum(len(layers) for verdict, layers in view.verdicts().items() if verdict != "chance")
-
-
-def false_calls(view: View) -> float:
-    """Largest chance that any layer gets another verdict than chance where every layer is random."""
-    return float(view.tables["alignment_tests"]["false_calls"].max())
-
-
-def alignment_word(view: View) -> str:
-    """At chance where no layer beats it; aligned where most identify experts."""
-    if not above_chance(view):
-        return "at chance"
-    identifying = view.verdicts().get("identifying", [])
-    return "aligned" if 2 * len(identifying) > len(view.layers) else "beyond chance"
+def claims(view: View) -> tuple[int, float, str]:
+    """Layers above chance; the largest probability of any where rows are random; a word for their number."""
+    found = view.verdicts()
+    count = sum(len(layers) for verdict, layers in found.items() if verdict != "chance")
+    level = float(view.tables["alignment_tests"]["false_calls"].max())
+    if 2 * len(found.get("identifying", [])) > len(view.layers):
+        return count, level, "aligned"
+    return count, level, "beyond chance" if count else "at chance"
 
 
 def most_ambiguous(view: View) -> list[dict[str, Any]]:
@@ -450,14 +435,15 @@ def findings(view: View) -> list[str]:
 
 def verdict_sentence(view: View) -> str:
     """How many layers are above chance, which ones, and how strongly."""
-    shown, n, level = view.verdicts(shown=True), len(view.layers), false_calls(view)
+    shown, (count, level, word) = view.verdicts(shown=True), claims(view)
     parts = [f"{words}: {named_layers(shown[name])}" for name, words in VERDICTS.items() if name in shown]
     which = capital("; ".join(parts))
     if set(shown) == {"untested"}:
         return f"{which}. 3 experts have only 6 pairings, so no p can be below 1/6."
-    random = "Router rows look random: " if alignment_word(view) == "at chance" else ""
+    random = "Router rows look random: " if word == "at chance" else ""
     chance = "" if np.isnan(level) else f" (any by chance: p at most {number(level)})"
-    return f"{random}{above_chance(view)} of {n} layers above chance{chance}. {which}. {strength(view)}"
+    of_layers = f"{count} of {len(view.layers)} layers above chance"
+    return f"{random}{of_layers}{chance}. {which}. {strength(view)}"
 
 
 def strength(view: View) -> str:
