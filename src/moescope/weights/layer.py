@@ -289,7 +289,9 @@ def analyse_layer(
             "k": next((M.ks for M in decomposed.matrices.values()), []),
             "fallbacks": sum(result.fallback for result in decomposed.experts.values()),
             "skipped_experts": sorted(unusable),
-            "routers": {router: test_facts(test, experts) for router, test in tests.items()},
+            "routers": {
+                router: {"other_order": order_facts(test, experts)} for router, test in tests.items()
+            },
         }
         skipped |= unusable
     joined = {name: pd.concat(parts, ignore_index=True) for name, parts in collected.items()}
@@ -316,18 +318,12 @@ def common_vector(setup: dict[str, Any]) -> dict[str, float]:
     return {"common_share": 1 - float(np.median(shares)) ** 2, "common_share_chance": 1 / len(shares)}
 
 
-def test_facts(test: PairingTest, experts: list[int]) -> dict[str, Any]:
-    """What the report needs beyond the tables: another order, if one fits."""
-    order = test.other_order
-    return {
-        "other_order": order
-        and {
-            "k": order.k,
-            "p": order.p,
-            "routers": experts,
-            "experts": [experts[place] if place >= 0 else None for place in order.experts],
-        }
-    }
+def order_facts(test: PairingTest, experts: list[int]) -> dict[str, Any] | None:
+    """Another order of the experts, if one fits, which the report needs beyond the tables."""
+    if (order := test.other_order) is None:
+        return None
+    fits = [experts[place] if place >= 0 else None for place in order.experts]
+    return {"k": order.k, "p": order.p, "routers": experts, "experts": fits}
 
 
 def decompose_layer(

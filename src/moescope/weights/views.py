@@ -46,21 +46,23 @@ def choose_routers(
     """
     chosen = names("router", router, (*ROUTERS, AUTO))
     wanted = ("centered", "raw") if AUTO in chosen else chosen
-    reasons = (not_centered(weights) for weights in layers) if {*wanted} == {*ROUTERS} else ()
+    reasons = (
+        (not_centered(weights, weights.n_experts) for weights in layers) if {*wanted} == {*ROUTERS} else ()
+    )
     if reason := next(filter(None, reasons), None):
         return ("raw",), [] if AUTO in chosen else [f"router rows are not centered: {reason}"]
     return wanted, []
 
 
-def not_centered(weights: LayerWeights) -> str | None:
-    """Why centering the layer's router rows says nothing; None where it does."""
+def not_centered(weights: LayerWeights, rows: int) -> str | None:
+    """Why centering so many router rows of the layer says nothing; None where it does."""
     for wrong, reason in (
         (weights.router_ED is None, "its router has no row for each expert, so none can be centered"),
         (
             weights.scoring != "softmax",
             f"centering assumes a softmax router, this one's scoring is {weights.scoring}",
         ),
-        (weights.n_experts < 3, f"centered rows of {weights.n_experts} experts are opposite vectors"),
+        (rows < 3, f"centered rows of {rows} experts are opposite vectors"),
     ):
         if wrong:
             return f"{weights.layer_name}: {reason}"
@@ -106,9 +108,7 @@ def normalised_rows(weights: LayerWeights, rows_ED: Tensor, router: str) -> Tens
     if router == "centered":
         raw_ED, rows_ED = rows_ED, rows_ED - rows_ED.mean(0)
         no_rest = rows_ED.norm(dim=1) <= 1e-12 * raw_ED.norm(dim=1)
-        reason = not_centered(weights)
-        if not reason and len(rows_ED) < 3:
-            reason = f"{weights.layer_name}: centered rows of {len(rows_ED)} experts are opposite vectors"
+        reason = not_centered(weights, len(rows_ED))
         if not reason and bool(no_rest.any()):
             reason = f"{weights.layer_name}: a centered router row is zero (it equals the mean row)"
         if reason:
