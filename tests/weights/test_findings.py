@@ -11,7 +11,6 @@ from safetensors.torch import load_file
 from checkpoints import tiny_config, tiny_tensors, write_checkpoint
 from moescope.plotting.style import number
 from moescope.reporting.findings import say
-from moescope.reporting.page import page_content
 from moescope.verb import Finding
 from moescope.weights import report as words
 from moescope.weights.layer import common_vector
@@ -342,14 +341,6 @@ def test_the_card_of_layers_beyond_chance_counts_the_verdicts_that_its_chance_le
     card = numbers_of(raw)[0]
     assert (card.value, card.chance) == (4, pytest.approx(0.06))
     assert f"at most {number(card.chance)}" in words.verdict_sentence(raw)
-
-
-def test_the_table_of_layers_leads_the_weights_tab(planted_run):
-    (tab,) = [
-        tab for tab in json.loads(page_content([planted_run])["data"])["tabs"] if tab["name"] == "weights"
-    ]
-    titles = [section["id"] for section in tab["sections"]]
-    assert titles.index("layer-table") == 0
 
 
 def test_only_a_test_against_chance_is_called_beyond_chance_on_the_map(planted_run):
