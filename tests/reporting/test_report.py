@@ -123,7 +123,8 @@ def test_runs_of_different_models_are_compared_in_one_report(planted_run, tmp_pa
     model = write_checkpoint(
         tmp_path / "other", tiny_tensors(layers=3, experts=4), tiny_config(layers=3, experts=4)
     )
-    other = scan(model, out=tmp_path / "other-run", matrix="gate,down", fold_norm=True, quiet=True)
+    views = {"matrix": "gate,down", "router": "raw", "fold_norm": True}
+    other = scan(model, out=tmp_path / "other-run", quiet=True, **views)
     html = report(planted_run, other, out=tmp_path / "both.html").read_text(encoding="utf-8")
     found = payloads(html)
     (compared,) = [
@@ -154,7 +155,7 @@ def test_steps_of_one_run_are_drawn_against_the_step(tmp_path):
     for step in (100, 200, 300):
         tensors = tiny_tensors(layers=2, seed=step)
         folders.append(write_checkpoint(tmp_path / f"checkpoint-{step}", tensors, tiny_config(layers=2)))
-    run = scan(*folders, out=tmp_path / "run", quiet=True)
+    run = scan(*folders, out=tmp_path / "run", router="raw", quiet=True)
     found = payloads(report(run).read_text(encoding="utf-8"))
     assert named(found, "identification_by_step")["data"][0]["x"] == [100, 200, 300]
 
