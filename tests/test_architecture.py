@@ -555,29 +555,8 @@ BROKEN = {
     "a report decomposes": (computed_nowhere, {"lab/report.py": "from scipy.linalg import svd"}),
     "plotly at the top": (lazy_plotly, {"plotting/style.py": "from plotly import graph_objects"}),
     "a router's name is compared": (router_names, {**ROUTERS, "lab/a.py": 'if router == "hash": pass'}),
-    "a router's name is compared in reverse": (
-        router_names,
-        {**ROUTERS, "lab/a.py": 'x = "dense" != model.router'},
-    ),
-    "a router's name is looked for": (router_names, {**ROUTERS, "lab/a.py": 'x = router in ("hash", "x")'}),
-    "a router's name is in a constant": (
-        router_names,
-        {**ROUTERS, "lab/a.py": 'NO_ROWS = frozenset({"hash"})\nx = router not in NO_ROWS'},
-    ),
     "a router's name is a case": (router_names, {**ROUTERS, "lab/a.py": 'match r:\n    case "hash": pass'}),
-    "a router's name is a key": (
-        router_names,
-        {**ROUTERS, "lab/a.py": 'TOP = {"dense": 1}\nx = TOP[router]'},
-    ),
-    "a router's name is a key with a default": (
-        router_names,
-        {**ROUTERS, "lab/a.py": 'TOP = {("slice", "dense"): 1}\nx = TOP.get((y, router))'},
-    ),
     "a table by router": (router_names, {**ROUTERS, "lab/a.py": 'TOP = {"dense": 1, "hash": 2}'}),
-    "a router's name is a prefix": (
-        router_names,
-        {**ROUTERS, "lab/a.py": 'x = router.startswith("spectra")'},
-    ),
     "a deletion outside storage": (deletions, {"lab/a.py": "import shutil\ndef f(p):\n    shutil.rmtree(p)"}),
     "an arm of a paper": (router_names, {**ROUTERS, "lab/a.py": 'ARMS = ["B1"]'}),
     "a name that says nothing": (bad_names, {"lab/utils.py": ""}),

@@ -11,18 +11,15 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import save_file
 
 from checkpoints import (
-    INDEX,
     edit_json,
     expert_name,
     router_name,
-    shard_name,
     tiny_checkpoint,
     tiny_config,
     tiny_tensors,
@@ -67,27 +64,39 @@ def test_version_prints_the_version(command_line):
 # --- bad input
 
 
-def truncated(folder: Path) -> list[str]:
-    file = tiny_checkpoint(folder / "model") / "model.safetensors"
-    file.write_bytes(file.read_bytes()[:-100])
-    return ["model/model.safetensors", "download it again"]
+def incomplete(damage: Callable[[bytes], bytes]) -> Callable[[Path], list[str]]:
+    """A checkpoint whose one file is damaged."""
+
+    def prepare(folder: Path) -> list[str]:
+        file = tiny_checkpoint(folder / "model") / "model.safetensors"
+        file.write_bytes(damage(file.read_bytes()))
+        return ["model/model.safetensors: not a complete safetensors file", "download it again"]
+
+    return prepare
 
 
-def header_beyond_the_file(folder: Path) -> list[str]:
-    file = tiny_checkpoint(folder / "model") / "model.safetensors"
-    file.write_bytes(struct.pack("<Q", 10**9) + file.read_bytes()[8:])
-    return ["model/model.safetensors", "download it again"]
+def edited(expert: int, **fields: object) -> Callable[[bytes], bytes]:
+    """Damage one entry of the header."""
+
+    def damage(raw: bytes) -> bytes:
+        length = struct.unpack("<Q", raw[:8])[0]
+        header = json.loads(raw[8 : 8 + length])
+        header[expert_name(0, expert, "gate")].update(fields)
+        text = json.dumps(header).encode()
+        return struct.pack("<Q", len(text)) + text + raw[8 + length :]
+
+    return damage
 
 
-def missing_shard(folder: Path) -> list[str]:
-    (tiny_checkpoint(folder / "model", shards=2) / shard_name(1, 2)).unlink()
-    return [shard_name(1, 2), "download"]
-
-
-def index_out_of_the_folder(folder: Path) -> list[str]:
-    tiny_checkpoint(folder / "model", shards=2)
-    (folder / "model" / INDEX).write_text(json.dumps({"weight_map": {"a": "../../x"}}))
-    return [INDEX, "../../x"]
+INCOMPLETE = {
+    "truncated": lambda raw: raw[:-100],
+    "header beyond the file": lambda raw: struct.pack("<Q", 10**9) + raw[8:],
+    "flipped header bytes": lambda raw: raw[:20] + bytes(byte ^ 0xFF for byte in raw[20:60]) + raw[60:],
+    "unknown dtype": edited(0, dtype="F17"),
+    "offsets beyond the file": edited(0, data_offsets=[10**12, 10**12 + 1536]),
+    "overlapping offsets": edited(1, data_offsets=[0, 1536]),
+    "shape that does not fill its bytes": edited(0, shape=[24, 15]),
+}
 
 
 def dense(folder: Path) -> list[str]:
@@ -95,12 +104,6 @@ def dense(folder: Path) -> list[str]:
         folder / "model", {"model.layers.0.mlp.up_proj.weight": torch.ones(4, 4)}, {"model_type": "llama"}
     )
     return ["model: no MoE layer found (model_type llama)", "Looked for"]
-
-
-def wrong_shape(folder: Path) -> list[str]:
-    name = expert_name(1, 2, "down")
-    write_checkpoint(folder / "model", {**tiny_tensors(), name: torch.ones(3, 3)}, tiny_config())
-    return ["model.safetensors", name, "[3, 3]"]
 
 
 def nan_in_an_expert(folder: Path) -> list[str]:
@@ -127,91 +130,11 @@ def name_with_a_line_break(folder: Path) -> list[str]:
     return ["is missing; download"]
 
 
-def edited_header(folder: Path, edit: Callable[[dict[str, Any]], None]) -> None:
-    """The tiny checkpoint with its header changed and all else as it was."""
-    file = tiny_checkpoint(folder / "model") / "model.safetensors"
-    raw = file.read_bytes()
-    length = struct.unpack("<Q", raw[:8])[0]
-    header = json.loads(raw[8 : 8 + length])
-    edit(header)
-    text = json.dumps(header).encode()
-    file.write_bytes(struct.pack("<Q", len(text)) + text + raw[8 + length :])
-
-
-def flipped_header_bytes(folder: Path) -> list[str]:
-    file = tiny_checkpoint(folder / "model") / "model.safetensors"
-    raw = bytearray(file.read_bytes())
-    for place in range(20, 60, 7):
-        raw[place] ^= 0xFF
-    file.write_bytes(raw)
-    return ["model/model.safetensors: not a complete safetensors file", "download it again"]
-
-
-def unknown_dtype(folder: Path) -> list[str]:
-    edited_header(folder, lambda header: header[expert_name(0, 0, "gate")].update(dtype="F17"))
-    return ["model/model.safetensors: not a complete safetensors file"]
-
-
-def dtype_of_integers(folder: Path) -> list[str]:
-    edited_header(folder, lambda header: header[expert_name(0, 0, "gate")].update(dtype="I32"))
-    return ["model.safetensors", expert_name(0, 0, "gate"), "dtype I32"]
-
-
-def offsets_beyond_the_file(folder: Path) -> list[str]:
-    edited_header(
-        folder, lambda header: header[expert_name(1, 3, "up")].update(data_offsets=[10**12, 10**12 + 1536])
-    )
-    return ["model/model.safetensors: not a complete safetensors file"]
-
-
-def overlapping_offsets(folder: Path) -> list[str]:
-    def overlap(header: dict[str, Any]) -> None:
-        header[expert_name(0, 1, "gate")]["data_offsets"] = header[expert_name(0, 0, "gate")]["data_offsets"]
-
-    edited_header(folder, overlap)
-    return ["model/model.safetensors: not a complete safetensors file"]
-
-
-def shape_that_does_not_fill_its_bytes(folder: Path) -> list[str]:
-    edited_header(folder, lambda header: header[expert_name(0, 0, "gate")].update(shape=[24, 15]))
-    return ["model/model.safetensors: not a complete safetensors file"]
-
-
-def index_with_an_absolute_path(folder: Path) -> list[str]:
-    tiny_checkpoint(folder / "model", shards=2)
-    outside = tiny_checkpoint(folder / "elsewhere") / "model.safetensors"  # whole, and still not to be read
-    (folder / "model" / INDEX).write_text(
-        json.dumps({"weight_map": dict.fromkeys(tiny_tensors(), str(outside))})
-    )
-    return [INDEX, str(outside), "not a file in the folder of the index"]
-
-
-def index_naming_an_absent_tensor(folder: Path) -> list[str]:
-    tiny_checkpoint(folder / "model", shards=2)
-    index = json.loads((folder / "model" / INDEX).read_text())
-    edit_json(folder / "model" / INDEX, weight_map={**index["weight_map"], "ghost": shard_name(0, 2)})
-    return [shard_name(0, 2), "tensor ghost", "is not in it"]
-
-
-def tensor_in_two_files(folder: Path) -> list[str]:
-    tiny_checkpoint(folder / "model")
-    (folder / "model" / "model.safetensors").rename(folder / "model" / "a.safetensors")
-    save_file({router_name(0): torch.ones(4, 16)}, folder / "model" / "b.safetensors")
-    return ["b.safetensors", router_name(0), "is also in a.safetensors"]
-
-
 def router_row_of_zeros(folder: Path) -> list[str]:
     tensors = tiny_tensors()
     tensors[router_name(1)][2] = 0
     write_checkpoint(folder / "model", tensors, tiny_config())
     return ["model.safetensors: row 2 of router", "is all zeros", "--keep-going"]
-
-
-def code_in_a_pickle(folder: Path) -> list[str]:
-    (folder / "model").mkdir()
-    trap = f"cos\nsystem\n(S'touch {folder / 'ran'}'\ntR."
-    (folder / "model" / "pytorch_model.bin").write_bytes(trap.encode())
-    return ["model/pytorch_model.bin: cannot be read as plain tensors", "never run"]
 
 
 def quantised_in_an_unknown_way(folder: Path) -> list[str]:
@@ -220,38 +143,14 @@ def quantised_in_an_unknown_way(folder: Path) -> list[str]:
     return ["quant_method", "quip"]
 
 
-@pytest.mark.parametrize(
-    "prepare",
-    [
-        truncated,
-        header_beyond_the_file,
-        missing_shard,
-        index_out_of_the_folder,
-        dense,
-        wrong_shape,
-        nan_in_an_expert,
-        empty_folder,
-        nothing_there,
-        name_with_a_line_break,
-        flipped_header_bytes,
-        unknown_dtype,
-        dtype_of_integers,
-        offsets_beyond_the_file,
-        overlapping_offsets,
-        shape_that_does_not_fill_its_bytes,
-        index_with_an_absolute_path,
-        index_naming_an_absent_tensor,
-        tensor_in_two_files,
-        router_row_of_zeros,
-        code_in_a_pickle,
-        quantised_in_an_unknown_way,
-    ],
-    ids=lambda prepare: prepare.__name__,
-)
-def test_bad_input_is_one_line_on_stderr_exit_code_2_and_no_folder(
-    tmp_path, command_line, prepare: Callable[[Path], list[str]]
-):
-    parts = prepare(tmp_path)
+PREPARED = (dense, nan_in_an_expert, empty_folder, nothing_there, name_with_a_line_break)
+BAD = {prepare.__name__: prepare for prepare in (*PREPARED, router_row_of_zeros, quantised_in_an_unknown_way)}
+BAD |= {name: incomplete(damage) for name, damage in INCOMPLETE.items()}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_bad_input_is_one_line_on_stderr_exit_code_2_and_no_folder(tmp_path, command_line, name):
+    parts = BAD[name](tmp_path)
     before = sorted(tmp_path.rglob("*"))
     code, out, err = command_line("scan", "model")
     assert (code, out) == (2, "")
@@ -319,6 +218,10 @@ def test_an_error_line_is_short_and_keeps_its_beginning_and_its_remedy(monkeypat
     assert len(line) <= 401  # with its line end
     assert line.startswith("moescope: model/config.json: broken at xxx")
     assert line.endswith("xxx; download the file again\n")
+
+
+def test_control_characters_in_an_error_are_spelled_out():
+    assert str(BadInput("model_type \x1b[2Jx\x07\ny")) == "model_type \\x1b[2Jx\\x07 y"
 
 
 @pytest.mark.parametrize("verb", ["inspect", "scan", "trace", "compress", "report"])

@@ -47,13 +47,6 @@ def disarmed() -> Iterator[None]:
     storage.failpoint = None
 
 
-@pytest.fixture
-def blank_page(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The page itself takes seconds, and other tests look at it."""
-    monkeypatch.setattr("moescope.reporting.page.page_content", lambda runs, more: {})
-    monkeypatch.setattr("moescope.reporting.page.render", lambda content: OWN_MARK.decode())
-
-
 @pytest.fixture(scope="module")
 def scanned(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("scanned")

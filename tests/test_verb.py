@@ -266,16 +266,15 @@ def test_a_figure_becomes_plotly_s_with_the_slider_at_its_start():
     assert (made.layout.height, made.layout.width, made.layout.xaxis.title.text) == (340, 300, "x")
 
 
-def test_a_figure_can_be_drawn_where_its_tables_and_metrics_are():
+def test_a_figure_can_be_drawn_where_its_tables_have_rows_and_its_condition_holds():
     def draw(tables):
         """Draw the load."""
 
-    rows = pd.DataFrame({"metric": ["cv"], "value": [0.5], "domain": [""]})
-    spec = FigureSpec("load", ("routing_layers",), draw, metrics=("cv",))
+    rows = pd.DataFrame({"metric": ["cv"], "value": [0.5]})
+    spec = FigureSpec("load", ("routing_layers",), draw)
     assert spec.line == "Draw the load."
     assert spec.can_draw({"routing_layers": rows})
     assert not spec.can_draw({"routing_layers": rows.iloc[:0]})
     assert not spec.can_draw({})
-    assert not FigureSpec("load", ("routing_layers",), draw, metrics=("gini",)).can_draw(
-        {"routing_layers": rows}
-    )
+    never = FigureSpec("load", ("routing_layers",), draw, condition=lambda tables: False)
+    assert not never.can_draw({"routing_layers": rows})

@@ -88,11 +88,18 @@ def number_ranges(value: int | str | Iterable[int], what: str = "layers") -> lis
     return layers
 
 
-def ranges(values: list[int]) -> str:
-    """0, 1, 2, 5 -> "0-2, 5"."""
+def consecutive(values: Iterable[int]) -> list[tuple[int, int]]:
+    """0, 1, 2, 5 -> (0, 2), (5, 5): the first and last number of each run of ascending ones."""
     runs = groupby(enumerate(values), lambda pair: pair[1] - pair[0])
     parts = [[value for _, value in run] for _, run in runs]
-    return ", ".join(str(part[0]) if len(part) == 1 else f"{part[0]}-{part[-1]}" for part in parts)
+    return [(part[0], part[-1]) for part in parts]
+
+
+def ranges(values: list[int]) -> str:
+    """0, 1, 2, 5 -> "0-2, 5"."""
+    return ", ".join(
+        str(first) if first == last else f"{first}-{last}" for first, last in consecutive(values)
+    )
 
 
 def step_numbers(model_names: list[str]) -> list[int]:

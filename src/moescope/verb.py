@@ -171,8 +171,6 @@ class FigureSpec:
     needs: tuple[str, ...]
     draw: Callable[[Tables], Figure]
     wide: bool = False
-    metrics: tuple[str, ...] = ()  # routing metrics it cannot do without
-    description: str = ""  # one line; by default the first line of the function's docstring
     condition: Callable[[Tables], bool] = lambda tables: True  # what the tables must hold besides
     opens: str = ""  # the page it opens with
     was: Mapping[str, str] = field(default_factory=dict)  # earlier figures that it replaces -> their page
@@ -180,19 +178,14 @@ class FigureSpec:
     @property
     def line(self) -> str:
         """One line that says what the figure shows."""
-        return self.description or (inspect.getdoc(self.draw) or self.name).splitlines()[0]
+        return (inspect.getdoc(self.draw) or self.name).splitlines()[0]
 
     def bound(self, tables: Mapping[str, Table]) -> FigureSpec:
         return self
 
     def can_draw(self, tables: Tables) -> bool:
         """Return whether the tables hold what the figure needs."""
-        if not all(name in tables and len(tables[name]) for name in self.needs):
-            return False
-        if not self.metrics:
-            return self.condition(tables)
-        rows = tables["routing_layers"]
-        return set(self.metrics) <= set(rows["metric"][rows["value"].notna() & (rows["domain"] == "")])
+        return all(name in tables and len(tables[name]) for name in self.needs) and self.condition(tables)
 
 
 # --- the page

@@ -65,14 +65,6 @@ def test_key_numbers_and_findings_are_of_the_selected_view(opened, planted_run):
     expect(page.locator(".findings-box li").first).to_have_text(str(findings[0]))
 
 
-def test_no_line_fades_before_a_layer_is_selected(opened):
-    page = opened("scan", "#/weights")
-    figure = bring(page, "identification_by_k")
-    assert set(figure.locator(".plot").evaluate("plot => plot.data.map((trace) => trace.opacity ?? 1)")) == {
-        1
-    }
-
-
 def test_a_link_to_an_expert_that_does_not_exist_opens_nothing(opened):
     page = opened("scan", "#/overview?layer=9&expert=24")
     expect(page.locator("canvas")).to_be_visible()
@@ -84,18 +76,6 @@ def test_the_header_stays_usable_beside_the_drawer(opened):
     expect(page.locator("#drawer h2")).to_have_text("L1 · E1")
     page.locator("#theme").click()  # fails if the drawer covers it
     assert page.evaluate("document.documentElement.dataset.theme") == "dark"
-
-
-def test_pointing_at_a_layer_shows_its_numbers(opened, planted_run):
-    page = opened("scan")
-    expect(page.locator("canvas")).to_be_visible()
-    layout = page.evaluate("M.map.layout()")
-    y = layout["top"] + 1.5 * layout["cellHeight"]
-    page.locator("canvas").hover(position={"x": 10, "y": y})
-    best = (
-        planted_run.table("alignment_tests").query("layer == 1 and router == 'raw'")["best_accuracy"].iloc[0]
-    )
-    expect(page.locator(".map .tip")).to_contain_text(f"accuracy {best:.3g}")
 
 
 # --- tabs and figures
@@ -222,6 +202,8 @@ def test_experts_can_be_ordered_by_similarity(opened):
 def test_the_definition_of_a_figure_is_one_click_away(opened):
     page = opened("scan", "#/weights")
     figure = bring(page, "identification_by_k")
+    opacity = "plot => plot.data.map((trace) => trace.opacity ?? 1)"
+    assert set(figure.locator(".plot").evaluate(opacity)) == {1}  # no layer is selected: no line fades
     figure.locator(".ask").click()
     expect(figure.locator(".definition")).to_contain_text("chance 1/n")
 

@@ -24,6 +24,7 @@ from moescope.plotting.style import (
     CATEGORIES,
     DASHES,
     GREY,
+    LINES_UP_TO,
     base_layout,
     capital,
     category_style,
@@ -41,7 +42,6 @@ from moescope.verb import Figure, Slider, Tables, Trace
 
 QUANTITY = "quantity"  # pages=QUANTITY: one page per column instead of one line per column
 DASH_WORDS = {"solid": "solid", "dash": "dashed", "dot": "dotted", "dashdot": "dash-dotted"}
-LINES_UP_TO = 12  # more lines are drawn as a Grid
 BANDS_UP_TO = 5  # lines with a band each; more bands hide each other
 EXACT_CELLS = 64 * 64  # larger maps carry no values for hovering: they would double the page
 MOST_HEIGHT = 800  # pixels of the rows of dots: many stand closer

@@ -10,9 +10,9 @@ import math
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-import numpy as np
 import pandas as pd
 
+from moescope.arguments import consecutive
 from moescope.verb import Figure as Figure
 from moescope.verb import FigureSpec as FigureSpec
 from moescope.verb import Slider as Slider
@@ -23,18 +23,12 @@ GREY = "#8A9099"
 # Okabe-Ito without black
 CATEGORICAL = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#8C62C7", "#A3A500")
 SEQUENTIAL = ("#9050B8", "#4C6FC4", "#2A8FA8", "#2FA778", "#7FB03A", "#C9A800")
-NOISE_REACH = 3.0  # standard deviations of noise that a scale of differences reaches at least
-ANCHORED = f"The colour scale reaches at least {NOISE_REACH:.0f} standard deviations of"
-HEAT = [[0.0, "#440154"], [0.25, "#3B528B"], [0.5, "#21918C"], [0.75, "#5EC962"], [1.0, "#FDE725"]]  # viridis
 PALE, WARM, COOL = "#F3F4F6", ("#F4A582", "#B2182B"), ("#92C5DE", "#2166AC")  # chance, above it, below it
-DIVERGING = [[0.0, "#2166AC"], [0.25, "#92C5DE"], [0.5, PALE], [0.75, "#F4A582"], [1.0, "#B2182B"]]
 BLUE: list[list[Any]] = [[0.0, PALE], [1.0, "#0B2F5B"]]  # of a quantity without a chance level
-LINES_UP_TO = 12  # more layers are drawn as a map
+LINES_UP_TO = 12  # more lines are drawn as a map
 SUPERSCRIPT = str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹")
 DASHES = ("solid", "dash", "dot", "dashdot")
 CATEGORIES: dict[str, object] = {"type": "category", "nticks": 16, "tickangle": 0}
-FOLD = 8.0  # the widest colour scale of ratios, either way
-EXACT_CELLS = 64 * 64  # larger heatmaps carry no exact values for hovering: they would double the page
 RANDOM = "random routing"
 
 
@@ -145,66 +139,15 @@ def some_of(layers: Sequence[int], most: int = 8) -> list[int]:
     return ordered[:: -(-len(ordered) // most)]
 
 
-def heatmap(
-    z: np.ndarray,
-    x: Sequence[Any],
-    y: Sequence[Any],
-    *,
-    diverging: bool = False,
-    bound: float | None = None,
-    noise: float = 0.0,
-    low: float | None = None,
-    high: float | None = None,
-    label: str = "",
-    axes: tuple[str, str] = ("x", "y"),
-    text: bool = False,
-) -> Trace:
-    """A heatmap; a diverging one is symmetric about zero.
-
-    Its scale reaches the largest value, and at least three standard deviations of the `noise`, so that noise
-    alone looks pale; `ANCHORED` says so.
-    """
-    if diverging:
-        if bound is None:
-            largest = float(np.nanmax(np.abs(z))) if np.isfinite(z).any() else 0.0
-            bound = max(largest, NOISE_REACH * noise, 1e-12)
-        low, high = -bound, bound
-    trace: Trace = {
-        "type": "heatmap",
-        "z": np.asarray(z, float),
-        "x": [str(v) for v in x],
-        "y": [str(v) for v in y],
-        "colorscale": DIVERGING if diverging else HEAT,
-        "zmin": low,
-        "zmax": high,
-        "xgap": 1 if len(x) <= 32 else 0,
-        "ygap": 1 if len(y) <= 32 else 0,
-        "colorbar": {"title": {"text": label, "side": "right"}, "thickness": 12, "outlinewidth": 0},
-        "hovertemplate": f"{axes[0]} %{{x}}<br>{axes[1]} %{{y}}<br>{label} %{{z:.4g}}<extra></extra>",
-        "meta": {"noise": noise} if noise and diverging else None,  # for the difference of two runs
-    }
-    if text and len(x) <= 16:
-        trace["texttemplate"] = "%{z:.2f}"
-        trace["textfont"] = {"size": 10}
-    return {key: value for key, value in trace.items() if value is not None}
-
-
 def named_layers(layers: Iterable[int]) -> str:
     """ "layer 3", "layers 0 and 4", "layers 9 to 30", "layers 0, 2 and 5 to 9"."""
     values = sorted({int(layer) for layer in layers})
     if not values:
         return "no layer"
-    runs: list[list[int]] = []
-    for value in values:
-        if runs and value == runs[-1][-1] + 1:
-            runs[-1].append(value)
-        else:
-            runs.append([value])
-    parts = []
-    for run in runs:
-        parts.extend([f"{run[0]} to {run[-1]}"] if len(run) > 2 else [str(value) for value in run])
-    noun = "layer" if len(values) == 1 else "layers"
-    return f"{noun} {listed(parts)}"
+    parts: list[str] = []
+    for first, last in consecutive(values):
+        parts += [f"{first} to {last}"] if last > first + 1 else map(str, range(first, last + 1))
+    return f"{'layer' if len(values) == 1 else 'layers'} {listed(parts)}"
 
 
 def counted(count: int, noun: str) -> str:

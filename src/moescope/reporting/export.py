@@ -22,20 +22,8 @@ ENLARGED = 1.3  # drawn so much larger than printed: text of 13 px is printed at
 SCALES = {"svg": 1 / ENLARGED, "pdf": 1 / ENLARGED, "png": 3.0}  # PNG: about 370 dots per inch
 FONT_SIZE = 13
 WIDEST, NARROWEST = 400, 40  # millimetres
-LEGEND = {
-    "orientation": "h",
-    "yref": "container",
-    "y": 0,
-    "yanchor": "bottom",
-    "x": 0,
-    "xanchor": "left",
-}
-AXIS = {
-    "gridcolor": "#e4e7eb",
-    "zerolinecolor": "#cfd4da",
-    "linecolor": "#9aa1a9",
-    "automargin": True,
-}
+LEGEND = {"orientation": "h", "yref": "container", "y": 0, "yanchor": "bottom", "x": 0, "xanchor": "left"}
+AXIS = {"gridcolor": "#e4e7eb", "zerolinecolor": "#cfd4da", "linecolor": "#9aa1a9", "automargin": True}
 PAPER: dict[str, Any] = {
     "template": None,
     "paper_bgcolor": "white",

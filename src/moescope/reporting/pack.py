@@ -65,29 +65,10 @@ def plain(value: Any) -> Any:
 
 
 def figure_payload(figure: Figure, wide: bool = False) -> dict[str, Any]:
-    slider = figure.slider
-    return {
-        "name": figure.name,
-        "title": figure.title,
-        "caption": figure.caption,
-        "details": figure.details,
-        "columns": figure.columns,
-        "height": figure.height,
-        "wide": wide,
-        "data": [plain(trace) for trace in figure.data],
-        "layout": plain(figure.layout),
-        "slider": slider
-        and {
-            "label": slider.label,
-            "values": slider.values,
-            "start": slider.start,
-            "per": slider.per_value,
-            "orders": slider.orders,
-            "layouts": plain(slider.layouts),
-            "captions": slider.captions,
-            "domain_captions": slider.domain_captions,
-        },
-    }
+    """Return the figure's fields, and those of its slider, as plain data."""
+    slider = figure.slider and {**vars(figure.slider), "layouts": plain(figure.slider.layouts)}
+    drawn = {"data": [plain(trace) for trace in figure.data], "layout": plain(figure.layout)}
+    return {**vars(figure), **drawn, "slider": slider, "wide": wide}
 
 
 def table_payload(table: Table, frame: pd.DataFrame, columns: Sequence[str], title: str) -> dict[str, Any]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import cache
 from importlib.resources import files
@@ -287,15 +287,8 @@ class Page:
             for cards in run.verb.experts(run):
                 name = f"cards{index}-{slug(cards.view)}-{cards.layer}"
                 self.keep(name, {str(expert): plain(blocks) for expert, blocks in cards.cards.items()})
-                entries.append(
-                    {
-                        "run": index,
-                        "verb": run.verb.name,
-                        "view": cards.view,
-                        "layer": cards.layer,
-                        "payload": name,
-                    }
-                )
+                place = {"run": index, "verb": run.verb.name, "view": cards.view, "layer": cards.layer}
+                entries.append({**place, "payload": name})
         return entries
 
 
@@ -355,39 +348,21 @@ def measure_payload(measure: Measure) -> dict[str, Any]:
         cells[rows, columns] = pd.to_numeric(values, errors="coerce").to_numpy(float)
         return [[None if np.isnan(cell) else float(f"{cell:.{DIGITS}g}") for cell in row] for row in cells]
 
+    names = ("value", "chance", "low", "high", "noise", "beyond", "mark", "cluster")
     return {
-        "name": measure.name,
-        "title": measure.title,
-        "unit": measure.unit,
-        "caption": measure.caption,
-        "middle": measure.middle,
-        "logarithmic": measure.logarithmic,
-        "limits": measure.limits,
-        "view": measure.view,
-        "domain": measure.domain,
-        "outline": measure.outline,
+        **{name: value for name, value in vars(measure).items() if name != "frame"},
         "layers": layers,
         "experts": width,
-        **{
-            name: matrix(frame[name].astype(float))
-            for name in ("value", "chance", "low", "high", "noise", "beyond", "mark", "cluster")
-            if name in frame
-        },
+        **{name: matrix(frame[name].astype(float)) for name in names if name in frame},
     }
 
 
 def strip_payload(strip: Strip) -> dict[str, Any]:
-    frame = strip.frame
+    """Return a strip as lists with one value per layer."""
+    columns = [name for name in ("layer", "value", "chance", "word") if name in strip.frame]
     return {
-        "name": strip.name,
-        "title": strip.title,
-        "view": strip.view,
-        "measure": strip.measure,
-        **{
-            name: plain(frame[name].tolist())
-            for name in ("layer", "value", "chance", "word")
-            if name in frame
-        },
+        **{name: value for name, value in vars(strip).items() if name != "frame"},
+        **{name: plain(strip.frame[name].tolist()) for name in columns},
     }
 
 
@@ -491,22 +466,16 @@ def glossary_sections(runs: list[Run]) -> list[dict[str, Any]]:
     seen: set[str] = set()
     sections = []
 
-    def entries(columns: dict[str, Column]) -> list[dict[str, Any]]:
+    def add(title: str, meaning: str, columns: Mapping[str, Column]) -> None:
         new = {key: column for key, column in columns.items() if key not in seen}
         seen.update(new)
-        return [{"key": key, "name": key.rpartition(".")[2], **column.words} for key, column in new.items()]
+        words = [{"key": key, "name": key.rpartition(".")[2], **column.words} for key, column in new.items()]
+        sections.append({"table": title, "meaning": meaning, "entries": words})
 
     for name, table in tables.items():
-        columns = {table.key(column): table.column(column) for column in table.columns}
-        sections.append({"table": name, "meaning": table.meaning, "entries": entries(columns)})
+        add(name, table.meaning, {table.key(column): table.column(column) for column in table.columns})
         if table.terms:
-            sections.append(
-                {
-                    "table": f"{name}: terms",
-                    "meaning": "The names in its rows.",
-                    "entries": entries(dict(table.terms)),
-                }
-            )
+            add(f"{name}: terms", "The names in its rows.", table.terms)
     return sections
 
 
@@ -514,20 +483,8 @@ def glossary_sections(runs: list[Run]) -> list[dict[str, Any]]:
 
 
 SCRIPTS = (
-    "core",
-    "state",
-    "versus",
-    "figures",
-    "sections",
-    "strips",
-    "map",
-    "experts",
-    "text",
-    "continuations",
-    "methods",
-    "overview",
-    "search",
-    "frame",
+    *("core", "state", "versus", "figures", "sections", "strips", "map"),
+    *("experts", "text", "continuations", "methods", "overview", "search", "frame"),
 )
 
 

@@ -49,7 +49,7 @@ M.figures = (() => {
 
   // ---- the selected layer and domain: an axis of them gets a mark, lines of others fade, a slider of layers moves
   const axisTitle = (layout, axis) => (layout[axis]?.title?.text ?? "").toLowerCase();
-  const layerOf = (trace) => trace.meta?.layer ?? (/^layer \d+$/.test(trace.name ?? "") ? Number(trace.name.slice(6)) : undefined);
+  const layerOf = (trace) => (/^layer \d+$/.test(trace.name ?? "") ? Number(trace.name.slice(6)) : undefined);
   const domainOf = (trace) => M.data.domains.find((domain) => trace.name === domain || trace.name?.startsWith(domain + ", "));
   // where a value stands on an axis: its category, a place among the labels, or itself
   function placeOn(plot, axis, value) {
@@ -107,7 +107,7 @@ M.figures = (() => {
 
   // ---- drawing
   const visibleTraces = (figure, position) => figure.data.map((_, index) =>
-    index >= figure.slider.per * figure.slider.values.length || Math.floor(index / figure.slider.per) === position);
+    index >= figure.slider.per_value * figure.slider.values.length || Math.floor(index / figure.slider.per_value) === position);
 
   // on a narrow screen labels of every second tick, so that they stay apart
   function fewerTicks(axis) {

@@ -46,27 +46,24 @@ M.versus = (() => {
   }
 
   function difference(mine, other) {
-    // values beside what a cell is coloured by; doublings are subtracted as such
-    const [a, b] = [mine, other].map((trace) => numbers((trace.meta?.doublings ? null : trace.customdata) ?? trace.z));
+    // values beside what a cell is coloured by
+    const [a, b] = [mine, other].map((trace) => numbers(trace.customdata ?? trace.z));
     if (a.length !== b.length || a[0]?.length !== b[0]?.length) return null;
-    const units = [mine.meta?.unit ?? 1, other.meta?.unit ?? 1];
-    const { ratio: times } = mine.meta ?? {};
-    if (times) {
+    if (mine.meta?.ratio) {
       const folds = a.map((row, i) => row.map((cell, j) => (cell > 0 && b[i][j] > 0 ? Math.log2(cell / b[i][j]) : null)));
       const end = Math.max(1, ...folds.flat().map((fold) => Math.abs(fold ?? 0)));
       const ticks = { ...mine.colorbar, tickvals: [-end, 0, end], ticktext: [M.number(2 ** -end), "1", M.number(2 ** end)] };
-      return ratio({ ...mine, zmin: -end, zmax: end, colorscale: DIVERGING, colorbar: ticks }, folds, ticks.title?.text ?? "value", "as a ratio");
+      return ratio({ ...mine, zmin: -end, zmax: end, colorscale: DIVERGING, colorbar: ticks }, folds, ticks.title?.text ?? "value");
     }
-    const z = a.map((row, i) => row.map((cell, j) => (cell === null || b[i][j] === null ? null : cell * units[0] - b[i][j] * units[1])));
+    const z = a.map((row, i) => row.map((cell, j) => (cell === null || b[i][j] === null ? null : cell - b[i][j])));
     const label = mine.colorbar?.title?.text ?? "value";
-    if (mine.meta?.doublings) return ratio(mine, z, label);
     const { end, words } = M.anchored(z.flat(), [Math.hypot(mine.meta?.noise ?? NaN, other.meta?.noise ?? NaN)]);
     return { ...mine, z, zmin: -end, zmax: end, words, colorscale: DIVERGING, customdata: undefined, text: undefined, texttemplate: undefined,
       colorbar: { ...mine.colorbar, tickvals: undefined, ticktext: undefined, title: { ...mine.colorbar?.title, text: `difference in ${label}` } },
       hovertemplate: "%{x}, %{y}: difference %{z:.3g}<extra></extra>" };
   }
-  // Maps of ratios hold doublings: their difference is a ratio again, on the same ticks.
-  const ratio = (mine, z, label, words = "as a ratio, on the scale of one run") => ({ ...mine, z, text: undefined, texttemplate: undefined, words,
+  // The difference of two maps of ratios is a ratio again, coloured by doublings.
+  const ratio = (mine, z, label) => ({ ...mine, z, text: undefined, texttemplate: undefined, words: "as a ratio",
     customdata: z.map((row) => row.map((cell) => (cell === null ? "–" : M.number(2 ** cell)))),
     colorbar: { ...mine.colorbar, title: { ...mine.colorbar?.title, text: `ratio of ${label}` } },
     hovertemplate: "%{x}, %{y}: ratio %{customdata}<extra></extra>" });
@@ -91,13 +88,13 @@ M.versus = (() => {
       if (data.some((trace) => trace === null)) return alone(figure);
       const words = data.find((trace) => trace.words)?.words;
       for (const trace of data) delete trace.words;
-      const over = figure.data.some((trace) => trace.meta?.doublings || trace.meta?.ratio) ? "divided by" : "minus";
+      const over = figure.data.some((trace) => trace.meta?.ratio) ? "divided by" : "minus";
       const caption = `${name("run")} ${over} ${name("vs")}; ${words}.`;
       return { ...figure, data, caption, slider: figure.slider && { ...figure.slider, captions: figure.slider.values.map(() => caption), domain_captions: {} } };
     }
     if (figure.slider) return paged(figure, other, section);
     const known = new Set(figure.data.map((trace) => trace.name));
-    const reference = (trace) => trace.meta?.reference || [trace.line?.color, trace.marker?.color].includes("#8A9099");
+    const reference = (trace) => [trace.line?.color, trace.marker?.color].includes("#8A9099");
     const added = other.data.filter((trace) => ["scatter", "bar"].includes(trace.type) && !(reference(trace) && known.has(trace.name)))
       .map((trace) => ({ ...trace, name: `${trace.name ?? ""} · ${name("vs")}`, opacity: 0.85, ...(trace.type === "bar" ? { marker: { ...trace.marker, pattern: { shape: "/" } } } : { line: { ...trace.line, dash: "dot" }, marker: { ...trace.marker, symbol: "circle-open" } }) }));
     const lines = [...figure.data, ...added].filter((trace) => trace.type === "scatter" && trace.mode?.includes("lines") && !reference(trace));
@@ -112,12 +109,12 @@ M.versus = (() => {
   function paged(figure, other, section) {
     const [mine, its] = [figure.slider, other.slider];
     if (!its || mine.layouts.length === 0 || mine.values.join() !== its.values.join()) return alone(figure);
-    const page = (of, at) => ({ ...of, slider: null, caption: of.slider.captions[at], layout: of.slider.layouts[at], data: of.data.slice(at * of.slider.per, (at + 1) * of.slider.per) });
+    const page = (of, at) => ({ ...of, slider: null, caption: of.slider.captions[at], layout: of.slider.layouts[at], data: of.data.slice(at * of.slider.per_value, (at + 1) * of.slider.per_value) });
     const pages = mine.values.map((_, at) => together(page(figure, at), page(other, at), section));
     const per = Math.max(...pages.map(({ data }) => data.length));
     const blank = { type: "scatter", x: [null], y: [null], showlegend: false, hoverinfo: "skip" };
     const data = pages.flatMap((one) => [...one.data, ...Array(per - one.data.length).fill(blank)].map((trace) => ({ ...trace })));
-    const slider = { ...mine, per, captions: pages.map(({ caption }) => caption), layouts: pages.map(({ layout }) => layout), domain_captions: {} };
+    const slider = { ...mine, per_value: per, captions: pages.map(({ caption }) => caption), layouts: pages.map(({ layout }) => layout), domain_captions: {} };
     return { ...figure, data, slider, layout: structuredClone(pages[mine.start].layout), caption: pages[mine.start].caption };
   }
   return { counterpart, together, whose };
