@@ -13,11 +13,7 @@ from typing import Any
 import pandas as pd
 
 from moescope.arguments import consecutive
-from moescope.verb import Figure as Figure
-from moescope.verb import FigureSpec as FigureSpec
-from moescope.verb import Slider as Slider
-from moescope.verb import Tables as Tables
-from moescope.verb import Trace as Trace
+from moescope.verb import Tables, Trace
 
 GREY = "#8A9099"
 # Okabe-Ito without black
@@ -106,7 +102,8 @@ def layer_colorbar(layers: Sequence[int]) -> Trace:
 
     The bar is half a layer longer at both ends, so that the last label stays clear of the bar's title.
     """
-    first, last = float(min(layers)), float(max(layers))
+    ordered = sorted(int(layer) for layer in layers)
+    first, last = ordered[0], ordered[-1]
     end = 0.5 / (last - first + 1)
     inner = [[end + (1 - 2 * end) * position / 5, color] for position, color in enumerate(SEQUENTIAL)]
     scale = [[0.0, SEQUENTIAL[0]], *inner, [1.0, SEQUENTIAL[-1]]]
@@ -127,16 +124,10 @@ def layer_colorbar(layers: Sequence[int]) -> Trace:
                 "title": {"text": "layer", "side": "top"},
                 "thickness": 12,
                 "outlinewidth": 0,
-                "tickvals": some_of(layers),
+                "tickvals": ordered[:: -(-len(ordered) // 8)],  # at most eight
             },
         },
     }
-
-
-def some_of(layers: Sequence[int], most: int = 8) -> list[int]:
-    """At most `most` layers to label: all, or every second, third, ... from the first."""
-    ordered = sorted(int(layer) for layer in layers)
-    return ordered[:: -(-len(ordered) // most)]
 
 
 def named_layers(layers: Iterable[int]) -> str:
