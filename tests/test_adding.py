@@ -74,7 +74,6 @@ class Copy:
             text=True,
             cwd=self.folder,
             env=environment,
-            timeout=240,
             check=False,
         )
         assert shown.returncode == 0, shown.stderr

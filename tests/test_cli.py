@@ -33,9 +33,7 @@ from moescope.verbs import VERBS
 def moescope(*arguments: str | Path, cwd: Path) -> subprocess.CompletedProcess:
     environment = {**os.environ, "COLUMNS": "200", "NO_COLOR": "1", "TERM": "dumb"}
     command = [sys.executable, "-m", "moescope", *map(str, arguments)]
-    return subprocess.run(
-        command, capture_output=True, text=True, cwd=cwd, env=environment, timeout=120, check=False
-    )
+    return subprocess.run(command, capture_output=True, text=True, cwd=cwd, env=environment, check=False)
 
 
 # --- help

@@ -188,7 +188,7 @@ def test_without_ray_the_error_names_the_extra():
         "-c",
         "from moescope.engine import check_engine; check_engine('ray', None, 'cpu')",
     ]
-    shown = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    shown = subprocess.run(command, capture_output=True, text=True, check=False)
     assert shown.stderr.strip().endswith("--engine ray: Ray is not installed; pip install 'moescope[ray]'")
 
 

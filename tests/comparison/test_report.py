@@ -10,6 +10,7 @@ import pandas as pd
 import pytest
 from playwright.sync_api import expect
 
+from browsing import NO_WIDER, scroll_through
 from moescope.comparison.report import FINDINGS, overlay
 from moescope.comparison.tables import TABLES
 from moescope.comparison.verb import compare
@@ -21,7 +22,6 @@ from moescope.reporting.verb import report
 from moescope.run import Run
 from moescope.verb import Selection
 from report_payloads import figures_in, payloads
-from reporting.test_browser import scroll_through
 
 SIZES = {"layers": 3, "experts": 4, "d_model": 16, "d_ff": 12}
 
@@ -146,24 +146,17 @@ def test_a_merge_and_a_comparison_share_one_chart_with_both_levels_of_chance(run
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("width", "scheme"), [(1400, "light"), (390, "dark")])
-def test_every_figure_is_drawn_and_nothing_is_wider_than_the_page(browser, html, width, scheme):
-    troubles: list[str] = []
-    context = browser.new_context(viewport={"width": width, "height": 900}, color_scheme=scheme)
-    page = context.new_page()
-    page.on("console", lambda message: troubles.append(message.text))
-    page.on("pageerror", lambda error: troubles.append(str(error)))
-    page.goto(html.as_uri() + "#/weights")
+def test_every_figure_is_drawn_and_nothing_is_wider_than_the_page(opened, html, width, scheme):
+    page = opened(html, "#/weights", width, scheme)
     expect(page.locator("#tab-weights .section").first).to_be_visible()
     scroll_through(page)
     expect(page.locator(".figure-slot:visible .plot.drawn")).to_have_count(4)
-    assert page.evaluate("document.documentElement.scrollWidth <= document.documentElement.clientWidth")
+    assert page.evaluate(NO_WIDER)
     heat = page.locator("figure[data-name=drift_heatmap]")
     expect(heat).to_contain_text("(layer 2, expert 1)")
     legend = page.locator("figure[data-name=expert_distance] .plot .legendtext")
     grey = ["unrelated experts", "matched rotated experts"]
     expect(legend).to_have_text(["b_base_to_tuned", "b_base_to_tuned_permuted", *grey])
-    context.close()
-    assert troubles == []
 
 
 @pytest.mark.parametrize(

@@ -139,18 +139,11 @@ def test_a_run_without_text_says_that_nothing_was_judged(compressed_run, tmp_pat
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("width", "scheme"), [(1400, "light"), (390, "dark")])
-def test_every_figure_is_drawn_in_a_browser_and_nothing_is_wider_than_the_page(browser, page, width, scheme):
-    from reporting.test_browser import scroll_through
+def test_every_figure_is_drawn_in_a_browser_and_nothing_is_wider_than_the_page(opened, page, width, scheme):
+    from browsing import NO_WIDER, scroll_through
 
-    troubles: list[str] = []
-    context = browser.new_context(viewport={"width": width, "height": 900}, color_scheme=scheme)
-    opened = context.new_page()
-    opened.on("console", lambda message: troubles.append(message.text))
-    opened.on("pageerror", lambda error: troubles.append(str(error)))
-    opened.goto(page.as_uri() + "#/compression")
-    expect(opened.locator("#tab-compression .section").first).to_be_visible()
-    scroll_through(opened)
-    expect(opened.locator(".figure-slot:visible .plot.drawn")).to_have_count(4)
-    assert opened.evaluate("document.documentElement.scrollWidth <= document.documentElement.clientWidth")
-    context.close()
-    assert troubles == []
+    shown = opened(page, "#/compression", width, scheme)
+    expect(shown.locator("#tab-compression .section").first).to_be_visible()
+    scroll_through(shown)
+    expect(shown.locator(".figure-slot:visible .plot.drawn")).to_have_count(4)
+    assert shown.evaluate(NO_WIDER)

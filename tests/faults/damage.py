@@ -136,14 +136,8 @@ def damage_safetensors(chance: random.Random, content: bytes) -> bytes:
         numbers = bytearray(data)
         for _ in range(chance.choice([1, 1, 40])):
             at = 4 * chance.randrange(max(len(numbers) // 4, 1))
-            special = [
-                b"\0\0\xc0\x7f",
-                b"\0\0\x80\x7f",
-                b"\xff\xff\x7f\x7f",
-                b"\1\0\0\0",
-                bytes(4),
-                chance.randbytes(4),
-            ]
+            special = [b"\0\0\xc0\x7f", b"\0\0\x80\x7f", b"\xff\xff\x7f\x7f", b"\1\0\0\0"]
+            special += [bytes(4), chance.randbytes(4)]
             numbers[at : at + 4] = chance.choice(special)
         return content[: 8 + length] + bytes(numbers)
     if kind == 8:
@@ -205,11 +199,8 @@ def damage_toml(chance: random.Random, content: bytes) -> bytes:
 
 def toml_value(value: Any) -> str:
     if isinstance(value, dict):
-        return (
-            "{"
-            + ", ".join(f"{json.dumps(str(key))} = {toml_value(inner)}" for key, inner in value.items())
-            + "}"
-        )
+        inside = (f"{json.dumps(str(key))} = {toml_value(inner)}" for key, inner in value.items())
+        return f"{{{', '.join(inside)}}}"
     if isinstance(value, list):
         return "[" + ", ".join(map(toml_value, value)) + "]"
     if isinstance(value, float):
@@ -229,13 +220,8 @@ def damage_torch(chance: random.Random, content: bytes) -> bytes:
     tree = damage_tree(chance, tree)
     for container, key in places(tree):
         if isinstance(container[key], torch.Tensor) and chance.random() < 0.3:
-            changed = [
-                container[key].float(),
-                container[key].reshape(-1)[:1],
-                -container[key],
-                container[key] * 1000,
-                container[key].sum(),
-            ]
+            value = container[key]
+            changed = [value.float(), value.reshape(-1)[:1], -value, value * 1000, value.sum()]
             container[key] = chance.choice(changed)
     sink = io.BytesIO()
     torch.save(tree, sink)

@@ -113,17 +113,8 @@ def run_streamed(inputs: Path, out: Path) -> None:
     """A trace whose hidden states are in files."""
     model, text = inputs / "model", str(inputs / "text.jsonl")
     least = load_streamed(str(model), "auto", "cpu").expect(0).memory_bytes
-    trace(
-        model,
-        text=text,
-        out=out,
-        execution="streamed",
-        memory=str(least),
-        batch_size=2,
-        save_tokens=True,
-        device="cpu",
-        quiet=True,
-    )
+    streamed = {"execution": "streamed", "memory": str(least), "batch_size": 2}
+    trace(model, text=text, out=out, **streamed, save_tokens=True, device="cpu", quiet=True)
 
 
 def run_streamed_compress(inputs: Path, out: Path) -> None:

@@ -157,7 +157,8 @@ def write_recorded(folder: Path, chosen: np.ndarray) -> None:
     torch.save({"rank": 0, "logical_count": counts}, folder / "sglang-counts.pt")
 
 
-Make = Callable[[random.Random, Bases, Path], list[str | Path]]
+Words = list[str | Path]
+Make = Callable[[random.Random, Bases, Path], Words]
 
 
 @dataclass(frozen=True)
@@ -179,81 +180,51 @@ def damaged_checkpoint(chance: random.Random, bases: Bases, folder: Path, tokeni
     return model
 
 
-def inspect(chance: random.Random, bases: Bases, folder: Path) -> list[str | Path]:
+def run_in(folder: Path, *words: str | Path) -> Words:
+    """Return the command that makes a run, without a report, in the folder of the case."""
+    return [*words, "--out", folder / "out", "--quiet", "--no-report"]
+
+
+def damaged_config(chance: random.Random, bases: Bases, folder: Path, verb: str) -> Words:
+    file = Path(shutil.copy(bases.folder / f"{verb}.toml", folder / f"{verb}.toml"))
+    damage_file(chance, file)
+    return [verb, file, "--dry-run"]
+
+
+def inspect(chance: random.Random, bases: Bases, folder: Path) -> Words:
     return ["inspect", damaged_checkpoint(chance, bases, folder)]
 
 
-def scan(chance: random.Random, bases: Bases, folder: Path) -> list[str | Path]:
-    return [
-        "scan",
-        damaged_checkpoint(chance, bases, folder),
-        "--out",
-        folder / "out",
-        "--quiet",
-        "--no-report",
-    ]
+def scan(chance: random.Random, bases: Bases, folder: Path) -> Words:
+    return run_in(folder, "scan", damaged_checkpoint(chance, bases, folder))
 
 
-def compare(chance: random.Random, bases: Bases, folder: Path) -> list[str | Path]:
+def compare(chance: random.Random, bases: Bases, folder: Path) -> Words:
     models = [damaged_checkpoint(chance, bases, folder), bases.folder / "other"]
     chance.shuffle(models)
-    return ["compare", *models, "--out", folder / "out", "--quiet", "--no-report"]
+    return run_in(folder, "compare", *models)
 
 
-def trace(chance: random.Random, bases: Bases, folder: Path) -> list[str | Path]:
+def trace(chance: random.Random, bases: Bases, folder: Path) -> Words:
     model, text = damaged_checkpoint(chance, bases, folder), bases.folder / "text.jsonl"
-    return [
-        "trace",
-        model,
-        "--text",
-        text,
-        "--max-tokens",
-        "30",
-        "--out",
-        folder / "out",
-        "--quiet",
-        "--no-report",
-    ]
+    return run_in(folder, "trace", model, "--text", text, "--max-tokens", "30")
 
 
-def compress(chance: random.Random, bases: Bases, folder: Path) -> list[str | Path]:
+def compress(chance: random.Random, bases: Bases, folder: Path) -> Words:
     model, text = damaged_checkpoint(chance, bases, folder), bases.folder / "text.jsonl"
-    method = chance.choice(["reap", "hc_smoe"])
-    options = [
-        "--method",
-        method,
-        "--keep",
-        "2",
-        "--max-tokens",
-        "30",
-        "--no-judge",
-        "--quiet",
-        "--no-report",
-    ]
-    return ["compress", model, "--text", text, "--out", folder / "out", *options]
+    method = ["--method", chance.choice(["reap", "hc_smoe"]), "--keep", "2", "--no-judge"]
+    return run_in(folder, "compress", model, "--text", text, "--max-tokens", "30", *method)
 
 
-def compress_plan(chance: random.Random, bases: Bases, folder: Path) -> list[str | Path]:
-    plan = copy_folder(
-        bases.folder / "runs" / chance.choice(["compress-fold", "compress-slice"]), folder / "plan"
-    )
+def compress_plan(chance: random.Random, bases: Bases, folder: Path) -> Words:
+    source = bases.folder / "runs" / chance.choice(["compress-fold", "compress-slice"])
+    plan = copy_folder(source, folder / "plan")
     damage_file(chance, chance.choice(sorted(plan.glob("plan.*"))))
     model = bases.folder / "model"
-    return [
-        "compress",
-        model,
-        "--plan",
-        plan,
-        "--apply",
-        folder / "small",
-        "--out",
-        folder / "out",
-        "--quiet",
-        "--no-report",
-    ]
+    return run_in(folder, "compress", model, "--plan", plan, "--apply", folder / "small")
 
 
-def report(chance: random.Random, bases: Bases, folder: Path) -> list[str | Path]:
+def report(chance: random.Random, bases: Bases, folder: Path) -> Words:
     kind = chance.choice(["scan", "trace", "compress-fold", "train", "deploy"])
     run = copy_folder(bases.folder / "runs" / kind, folder / kind)
     files = [run / "run.json"] if chance.random() < 0.5 else sorted(run.rglob("*.parquet"))
@@ -261,65 +232,47 @@ def report(chance: random.Random, bases: Bases, folder: Path) -> list[str | Path
     return ["report", run, "--out", folder / "report.html"]
 
 
-def deploy(chance: random.Random, bases: Bases, folder: Path) -> list[str | Path]:
+def deploy(chance: random.Random, bases: Bases, folder: Path) -> Words:
     run = copy_folder(bases.folder / "runs" / "trace", folder / "trace")
+    tokens, layers = run / "tokens.parquet", run / "routing_layers.parquet"
     if chance.random() < 0.7:  # a whole table that holds nonsense
-        damage_cells(
-            chance, run / chance.choice(["tokens.parquet", "tokens.parquet", "routing_layers.parquet"])
-        )
+        damage_cells(chance, chance.choice([tokens, tokens, layers]))
     else:
-        damage_file(chance, run / chance.choice(["tokens.parquet", "routing_layers.parquet", "run.json"]))
-    return ["deploy", run, "--out", folder / "out", "--quiet", "--no-report"]
+        damage_file(chance, chance.choice([tokens, layers, run / "run.json"]))
+    return run_in(folder, "deploy", run)
 
 
-def train(chance: random.Random, bases: Bases, folder: Path) -> list[str | Path]:
-    shutil.copy(bases.folder / "train.toml", folder / "train.toml")
-    damage_file(chance, folder / "train.toml")
-    return ["train", folder / "train.toml", "--dry-run"]
+def train(chance: random.Random, bases: Bases, folder: Path) -> Words:
+    return damaged_config(chance, bases, folder, "train")
 
 
-def study(chance: random.Random, bases: Bases, folder: Path) -> list[str | Path]:
-    shutil.copy(bases.folder / "study.toml", folder / "study.toml")
-    damage_file(chance, folder / "study.toml")
-    return ["study", folder / "study.toml", "--dry-run"]
+def study(chance: random.Random, bases: Bases, folder: Path) -> Words:
+    return damaged_config(chance, bases, folder, "study")
 
 
-def recorded(chance: random.Random, bases: Bases, folder: Path) -> list[str | Path]:
+def recorded(chance: random.Random, bases: Bases, folder: Path) -> Words:
     source = chance.choice(sorted((bases.folder / "recorded").iterdir()))
     file = Path(shutil.copy(source, folder / source.name))
     damage_file(chance, file)
     format = file.name.split(".")[0].split("-")[0]
     model = [bases.folder / "model"] if file.name in ("sglang.jsonl", "sglang-counts.pt") else []
     experts = [] if model else ["--experts", chance.choice(["4", "4", "40"])]
-    return [
-        "trace",
-        *model,
-        "--recorded",
-        file,
-        "--format",
-        format,
-        *experts,
-        "--out",
-        folder / "out",
-        "--quiet",
-        "--no-report",
-    ]
+    return run_in(folder, "trace", *model, "--recorded", file, "--format", format, *experts)
 
 
-def text(chance: random.Random, bases: Bases, folder: Path) -> list[str | Path]:
+def text(chance: random.Random, bases: Bases, folder: Path) -> Words:
     name = chance.choice(["text.jsonl", "plain.txt", "ids.jsonl", "ids.npy"])
     file = Path(shutil.copy(bases.folder / name, folder / name))
     damage_file(chance, file)
     option = "--token-ids" if name.startswith("ids") else "--text"
-    model, limit = bases.folder / "model", ["--max-tokens", "30"]
-    return ["trace", model, option, file, *limit, "--out", folder / "out", "--quiet", "--no-report"]
+    return run_in(folder, "trace", bases.folder / "model", option, file, "--max-tokens", "30")
 
 
-def tokenizer(chance: random.Random, bases: Bases, folder: Path) -> list[str | Path]:
+def tokenizer(chance: random.Random, bases: Bases, folder: Path) -> Words:
     model = damaged_checkpoint(chance, bases, folder, tokenizer=True)
-    file, template = bases.folder / "text.jsonl", chance.choice([[], ["--chat-template"]])
-    options = ["--max-tokens", "30", *template, "--quiet", "--no-report"]
-    return ["trace", model, "--text", file, "--out", folder / "out", *options]
+    template = chance.choice([[], ["--chat-template"]])
+    words = ["--text", bases.folder / "text.jsonl", "--max-tokens", "30", *template]
+    return run_in(folder, "trace", model, *words)
 
 
 TARGETS = [

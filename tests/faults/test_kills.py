@@ -39,10 +39,10 @@ def start(tmp_path_factory: pytest.TempPathFactory) -> Start:
     def run(function: str, *arguments: Any) -> int | None:
         process = context.Process(target=call, args=(function, *arguments))
         process.start()
-        process.join(120)
+        process.join(600)
         if process.is_alive():
             process.kill()
-            pytest.fail(f"{function} {arguments}: still running after 120 s")
+            pytest.fail(f"{function} {arguments}: still running after 600 s")
         return process.exitcode
 
     assert run("prepare", tmp_path_factory.mktemp("none")) == 0
@@ -103,7 +103,6 @@ def kill_and_resume(start: Start, verb: str, inputs: Path, undisturbed: Path, ou
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(900)
 @pytest.mark.parametrize("verb", VERBS)
 def test_a_killed_run_resumes_with_the_tables_of_an_undisturbed_one(
     start, inputs, undisturbed, verb, torture, tmp_path
@@ -123,7 +122,6 @@ def test_a_killed_run_resumes_with_the_tables_of_an_undisturbed_one(
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(600)
 def test_a_streamed_trace_killed_twice_has_the_tables_of_an_undisturbed_one(start, inputs, torture, tmp_path):
     """At two layers and at random writes, most of them of hidden states, and again while it resumes."""
     whole, draw, reached = inputs / "undisturbed-streamed", random.Random("streamed"), set()
@@ -142,7 +140,6 @@ def test_a_streamed_trace_killed_twice_has_the_tables_of_an_undisturbed_one(star
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(600)
 def test_a_streamed_compression_killed_while_it_judges_resumes_at_the_pass_and_layer_reached(
     start, inputs, torture, tmp_path
 ):

@@ -239,28 +239,21 @@ def test_a_study_without_comparisons_is_refused_with_a_remedy(run: Run, tmp_path
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("width", "scheme"), [(1400, "light"), (390, "dark")])
-def test_every_figure_is_drawn_and_nothing_is_wider_than_the_page(browser, tmp_path: Path, width, scheme):
-    from reporting.test_browser import scroll_through
+def test_every_figure_is_drawn_and_nothing_is_wider_than_the_page(opened, tmp_path: Path, width, scheme):
+    from browsing import NO_WIDER, scroll_through
 
     arms = [
         *router_arms(["top2", "spectra", "hash"]),
         *(arm for arm in more_arms() if arm["question"] == "sweep"),
     ]
     path = report(study_run(tmp_path / "run", arms=arms, not_run=("hash",)), out=tmp_path / "report.html")
-    troubles: list[str] = []
-    context = browser.new_context(viewport={"width": width, "height": 900}, color_scheme=scheme)
-    page = context.new_page()
-    page.on("console", lambda message: troubles.append(message.text))
-    page.on("pageerror", lambda error: troubles.append(str(error)))
-    page.goto(path.as_uri() + "#/training")
+    page = opened(path, "#/training", width, scheme)
     scroll_through(page)
     expect(page.locator(".figure-slot:visible .plot.drawn")).to_have_count(3 + 2 + 1 + 1)
-    assert page.evaluate("document.documentElement.scrollWidth <= document.documentElement.clientWidth")
+    assert page.evaluate(NO_WIDER)
     expect(page.locator("table", has_text="balanced random routing").first).to_contain_text("not run")
     head = page.locator("th a", has_text="verdict").first
     assert head.get_attribute("href").endswith("term=study_comparisons.verdict")  # not of a scan
-    context.close()
-    assert troubles == []
 
 
 def test_micro_batches_share_the_rows_of_a_step():
