@@ -172,7 +172,7 @@ def test_a_gpu_that_no_machine_has_is_rejected_at_once(connected):
     [
         ("local", "auto", "auto", "--address auto: .* --engine ray"),
         ("ray", None, "cuda:1", "--device cuda:1: .* --device cuda "),
-        ("ray", None, "tpu", "unknown device 'tpu'; known: auto, cpu, cuda"),
+        ("ray", None, "tpu", "unknown device 'tpu'; did you mean 'cpu'. known: auto, cpu, cuda"),
     ],
 )
 def test_invalid_combinations_are_rejected(engine, address, device, line):

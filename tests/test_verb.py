@@ -179,6 +179,10 @@ def test_bounds_and_kinds_are_checked():
     for value in ("c", None):
         with pytest.raises(BadInput, match="mode"):
             mode.check(value)
+    speed = Option("speed", "float", "", bounds=((">", 0.0), ("<", float("inf"))))
+    for value, limits in ((0, "above 0"), (float("inf"), "above 0 and below inf")):
+        with pytest.raises(BadInput, match=f"speed {value}: must be {limits}$"):
+            speed.check(value)
 
 
 def test_the_command_line_calls_the_function_with_the_options_as_given(invoke):

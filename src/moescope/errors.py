@@ -1,11 +1,13 @@
 """The one exception that users see."""
 
+import difflib
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 LONGEST_LINE = 400  # characters of an error on the terminal
 REMEDY = 140  # of them at its end
+LISTED = 12  # names that an error lists at most
 CREDENTIALS = re.compile(r"(?<=://)[^/?#\s]*@")  # of a URL, also within another one
 
 
@@ -40,9 +42,16 @@ class UnusableExpert(BadInput):
         self.expert = expert
 
 
-def unknown_name(kind: str, given: object, known: list[str]) -> BadInput:
-    """Return the error for a name that is not in a list: it quotes the name and lists the known ones."""
-    return BadInput(f"unknown {kind} {str(given)!r}; known: {', '.join(known)}")
+def unknown_name(kind: str, given: object, known: Sequence[str], where: str = "") -> BadInput:
+    """Return the error for a name that is not in a list: it quotes the name and says the nearest known one.
+
+    The known names follow where they are few, or where none is near: then the first of them.
+    """
+    more = len(known) - LISTED
+    near = [f"did you mean {name!r}?" for name in difflib.get_close_matches(str(given), known, 1)]
+    listed = f"known: {', '.join(known[:LISTED])}{f' and {more} more' if more > 0 else ''}"
+    remedy = " ".join(near if near and more > 0 else [*near, listed])
+    return BadInput(f"{f'{where}: ' if where else ''}unknown {kind} {str(given)!r}; {remedy}")
 
 
 def reject_if(condition: object, message: str) -> None:

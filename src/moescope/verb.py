@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import chain
+from math import inf
 from numbers import Integral, Real
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Protocol, cast
@@ -347,7 +348,8 @@ class Option:
         if isinstance(value, bool) or not isinstance(value, Integral if self.kind == "int" else Real):
             raise BadInput(f"{self.name} {value!r}: must be a {'whole ' * (self.kind == 'int')}number")
         if not all(SIGNS[sign](value, bound) for sign, bound in self.bounds):
-            limits = " and ".join(f"{SIGN_WORDS[sign]} {bound:g}" for sign, bound in self.bounds)
+            bounds = [bound for bound in self.bounds if abs(bound[1]) != inf or abs(value) == inf]
+            limits = " and ".join(f"{SIGN_WORDS[sign]} {bound:g}" for sign, bound in bounds)
             raise BadInput(f"{self.name} {value}: must be {limits}")
 
 

@@ -133,7 +133,8 @@ def test_every_method_is_named_once_and_an_unknown_one_is_rejected_with_the_list
     assert {name for name in names if controls[name] == "random_merge"} == {*names[5:]}
     assert {method_named(control).needs_text for control in controls.values()} == {False}
     with pytest.raises(
-        BadInput, match="unknown method 'reep'; known: frequency, gate_weight, ean, reap, random"
+        BadInput,
+        match=r"unknown method 'reep'; did you mean 'reap'\? known: frequency, gate_weight, ean",
     ):
         method_named("reep")
 

@@ -634,7 +634,7 @@ def test_a_file_draws_marks_of_its_own_over_tables_of_the_study_and_of_its_probe
 @pytest.mark.parametrize(
     ("old", "new", "said"),
     [
-        ('mark = "Lines"', 'mark = "Line"', "figure 'Overlap' 'Line'; known: Lines"),
+        ('mark = "Lines"', 'mark = "Line"', "figure 'Overlap' 'Line'; did you mean 'Lines'"),
         (
             'table = "study_layers"',
             'table = "study_layer"',

@@ -111,7 +111,7 @@ def test_a_base_that_is_handed_in_goes_before_the_file_s_preset(tmp_path):
         ("model = 3", "[model] must be a table, not 3"),
         ("preset = 3", "preset must be text, not 3"),
         ("preset = 'huge'", "unknown preset 'huge'; known: nano"),
-        ("[model]\nrouter = 'top3'", "unknown router 'top3'; known: switch_top1, top2"),
+        ("[model]\nrouter = 'spectr'", "unknown router 'spectr'; did you mean 'spectra'"),
         ("[model]\nblock = 'post'", "unknown block 'post'; known: modern, some"),
         ("[model]\nexpert_init = 'big'", "unknown expert_init 'big'"),
         ("[train]\nparallel = 'fsdp'", "[train] parallel was removed: processes"),

@@ -173,7 +173,7 @@ def test_a_study_survives_json():
     [
         ({"seed": 3}, "unknown key 'seed'; did you mean 'seeds'?"),
         ({"reference": None}, "no reference; name the arm to compare with: reference = 'top2'"),
-        ({"reference": "top3"}, "unknown reference 'top3'; known: top2, loss_free"),
+        ({"reference": "top3"}, "unknown reference 'top3'; did you mean 'top2'? known: top2, loss_free"),
         ({"references": {"ablation": "x"}}, "unknown reference of ablation 'x'"),
         ({"references": {"why": "top2"}}, "unknown question 'why'"),
         (

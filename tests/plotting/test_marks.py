@@ -336,10 +336,10 @@ def test_points_have_their_size_and_text(cells):
 @pytest.mark.parametrize(
     ("mark", "words"),
     [
-        (Lines("x", "curves", y="shere"), "column of curves.*shere.*share"),
-        (Lines("x", "curvs", y="share"), "table.*curvs.*curves"),
-        (Grid("x", "cells", z="z", x="exprt"), "exprt.*expert"),
-        (Grid("x", "cells", z="z", ring="markd"), "markd.*marked"),
+        (Lines("x", "curves", y="shere"), "column of curves 'shere'; did you mean 'share'"),
+        (Lines("x", "curvs", y="share"), "table 'curvs'; did you mean 'curves'"),
+        (Grid("x", "cells", z="z", x="exprt"), "'exprt'; did you mean 'expert'"),
+        (Grid("x", "cells", z="z", ring="markd"), "'markd'; did you mean 'marked'"),
     ],
 )
 def test_an_unknown_column_or_table_is_one_line_with_the_nearest_name(mark, words):

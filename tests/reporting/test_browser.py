@@ -305,7 +305,7 @@ def test_a_pdf_is_as_wide_as_a_column_and_has_no_title(browser, few_figures, tmp
 
 
 def test_a_picture_that_cannot_be_written_fails_the_export(browser, few_figures, tmp_path, monkeypatch):
-    monkeypatch.setattr("moescope.reporting.export.check_export", lambda folder, width: None)
+    monkeypatch.setattr("moescope.reporting.export.check_export", lambda folder: None)
     with pytest.raises(Exception, match="missing"):
         export_figures([few_figures], tmp_path / "missing", "svg", quiet=True)
 

@@ -288,7 +288,7 @@ def test_layers_that_are_not_there_are_rejected_with_those_that_are(tmp_path, mo
         ({"seed": -1}, "seed -1: must be at least 0"),
         ({"k": [-3]}, "numbers must be at least 1"),
         ({"precision": "sloppy"}, "unknown precision 'sloppy'; known: fast, exact"),
-        ({"device": "tpu"}, "unknown device 'tpu'; known: auto, cpu, cuda, cuda:0, mps"),
+        ({"device": "tpu"}, "unknown device 'tpu'; did you mean 'cpu'? known: auto, cpu, cuda, cuda:0, mps"),
     ],
     ids=str,
 )

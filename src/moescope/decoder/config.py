@@ -5,7 +5,6 @@ token, S all slots sorted by expert, D model width, F expert hidden width, H hea
 state width.
 """
 
-import difflib
 import math
 import types
 import typing
@@ -13,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
-from moescope.errors import BadInput
+from moescope.errors import BadInput, unknown_name
 
 Option = bool | int | float | str
 Config = TypeVar("Config")
@@ -110,7 +109,7 @@ def check_table(table: object, hints: Mapping[str, Any], where: str) -> dict[str
     values = {}
     for key, value in table.items():
         if key not in hints:
-            raise unknown_key(f"{where}: unknown key", key, list(hints))
+            raise unknown_name("key", key, list(hints), where)
         values[key] = check_type(value, hints[key], f"{where}: {key}")
     return values
 
@@ -147,13 +146,6 @@ def fits(value: object, hint: type) -> bool:
     if hint in (int, float) and isinstance(value, bool):  # in Python true is an int
         return False
     return isinstance(value, int | float if hint is float else hint)
-
-
-def unknown_key(what: str, key: str, known: list[str]) -> BadInput:
-    """Return the error for an unknown key: it names the nearest known one, else all."""
-    near = difflib.get_close_matches(key, known, 1)
-    remedy = f"did you mean {near[0]!r}?" if near else f"known: {', '.join(known)}"
-    return BadInput(f"{what} {key!r}; {remedy}")
 
 
 def check_numbers(section: str, config: Any, where: str) -> None:

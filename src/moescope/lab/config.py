@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from moescope.arguments import one_of
-from moescope.decoder.config import DTYPES, Config, ModelConfig, Option, check_numbers, override, unknown_key
-from moescope.errors import BadInput
+from moescope.decoder.config import DTYPES, Config, ModelConfig, Option, check_numbers, override
+from moescope.errors import BadInput, unknown_name
 
 SIZES = {
     "model": ("vocabulary", "d_model", "layers", "d_ff", "experts", "max_positions"),
@@ -315,7 +315,7 @@ def override_tables(base: Config, tables: dict[str, Any], where: str, *others: s
     parts = [part.name for part in fields(base)]  # type: ignore[arg-type]
     for key in tables:
         if key not in parts:
-            raise unknown_key(f"{where}: unknown table", key, [*parts, *others])
+            raise unknown_name("table", key, [*parts, *others], where)
     reasons = {place: f"was removed: {instead}; delete the key" for place, instead in REMOVED.items()}
     if isinstance(base, ExistingConfig):
         reasons |= dict.fromkeys(ONLY_LAB, "is for models of the lab; remove it, or --base")

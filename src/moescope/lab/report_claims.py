@@ -13,7 +13,7 @@ from typing import Any, get_type_hints
 import pandas as pd
 
 from moescope.arguments import one_of
-from moescope.decoder.config import check_table, unknown_key
+from moescope.decoder.config import check_table
 from moescope.errors import BadInput, unknown_name
 from moescope.lab.claims import (
     OF_QUANTITY,
@@ -200,12 +200,12 @@ def own_mark(kind: type[Mark], content: dict[str, Any], where: str, tables: Tabl
         if needed and one.name != "name" and one.name not in content:
             raise BadInput(f"{where}: no {one.name}; a {kind.__name__} needs it: {one.name} = ...")
     if (table := content["table"]) not in schemas:
-        raise unknown_key(f"{where}: unknown table", table, list(schemas))
+        raise unknown_name("table", table, list(schemas), where)
     columns = [*schemas[table].columns, *schemas[table].terms]
     for key in (kind.VALUE, *kind.KEYS, *kind.COLUMNS, "one", "pages"):
         for column in words(content.get(key, "")):
             if column not in (*columns, QUANTITY):
-                raise unknown_key(f"{where}: {key}: unknown column of {table}", column, columns)
+                raise unknown_name(f"column of {table}", column, columns, f"{where}: {key}")
     values: dict[str, Any] = {
         key: tuple(value) if isinstance(value, list) else value
         for key, value in content.items()

@@ -21,7 +21,6 @@ PER_MM = 96 / 25.4  # CSS pixels per millimetre
 ENLARGED = 1.3  # drawn so much larger than printed: text of 13 px is printed at 7.5 points
 SCALES = {"svg": 1 / ENLARGED, "pdf": 1 / ENLARGED, "png": 3.0}  # PNG: about 370 dots per inch
 FONT_SIZE = 13
-WIDEST, NARROWEST = 400, 40  # millimetres
 LEGEND = {"orientation": "h", "yref": "container", "y": 0, "yanchor": "bottom", "x": 0, "xanchor": "left"}
 AXIS = {"gridcolor": "#e4e7eb", "zerolinecolor": "#cfd4da", "linecolor": "#9aa1a9", "automargin": True}
 PAPER: dict[str, Any] = {
@@ -32,12 +31,8 @@ PAPER: dict[str, Any] = {
 }
 
 
-def check_export(folder: Path, width: int) -> None:
+def check_export(folder: Path) -> None:
     """Reject before the report is built what would fail after it."""
-    if not NARROWEST <= width <= WIDEST:
-        raise BadInput(
-            f"width {width} mm is not between {NARROWEST} and {WIDEST}; a column is 85, a page 175"
-        )
     if find_spec("kaleido") is None:
         raise BadInput("figures as files need kaleido; install it with: python -m pip install kaleido")
     import kaleido
@@ -68,7 +63,7 @@ def export_figures(
     more: Sequence[Section] = (),
 ) -> list[Path]:
     """Write every figure of the report as a file of that width in millimetres, sliders at their start."""
-    check_export(folder, width)
+    check_export(folder)
     import kaleido
 
     jobs = {}

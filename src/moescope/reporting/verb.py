@@ -43,7 +43,7 @@ def report(
         Also write every figure into this folder (needs the extra `export`, and Chrome or Chromium).
     format : FORMAT
         File format of the figures.
-    width : MM
+    width : MM >= 40, <= 400
         Width of the figures in millimetres: 85 for one column of a paper, 175 for two.
     title : bool
         Write the figures without title and caption.
@@ -74,7 +74,7 @@ def report(
     if figures is not None:
         from moescope.reporting.export import check_export
 
-        check_export(Path(figures), width)
+        check_export(Path(figures))
     try:
         more = judged_claims(results, loaded)[1]
         text = render(page_content(loaded, more))

@@ -14,7 +14,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from moescope.decoder.config import ModelConfig, Option, check_type, unknown_key
+from moescope.decoder.config import ModelConfig, Option, check_type
 from moescope.decoder.ranks import ALONE, Ranks
 from moescope.errors import BadInput, unknown_name
 from moescope.types import Diagnostic, LinearView, Routing
@@ -224,7 +224,7 @@ class Router(nn.Module, ABC):
             if name not in cls.OPTIONS:
                 if not cls.OPTIONS:
                     raise BadInput(f"router {cls.name} has no options; remove {name!r}")
-                raise unknown_key(f"router {cls.name}: unknown option", name, list(cls.OPTIONS))
+                raise unknown_name("option", name, list(cls.OPTIONS), f"router {cls.name}")
             values[name] = check_type(value, type(cls.OPTIONS[name]), f"router {cls.name}: {name}")
         for name, known in cls.CHOICES.items():
             if values[name] not in known:
