@@ -55,6 +55,12 @@ class Copy:
             lines.insert(first.lineno - 1, f"{imported}\n")
         path.write_text("".join(lines), encoding="utf-8")
 
+    def replace(self, name: str, old: str, new: str) -> None:
+        path = self.package / name
+        text = path.read_text(encoding="utf-8")
+        assert text.count(old) == 1
+        path.write_text(text.replace(old, new), encoding="utf-8")
+
     def changed(self) -> set[str]:
         """Files that differ from the source."""
         return {
@@ -282,6 +288,13 @@ def test_a_verb_is_one_package_and_one_line(copy, tmp_path):
     assert "How many numbers the expert has." in page
 
 
+def recorded(folder: Path) -> tuple[str | Path, ...]:
+    """Options of a trace of 80 tokens that choose two of four experts in one layer."""
+    chosen_TLK = np.array([[[0, 1]], [[0, 2]], [[0, 3]], [[3, 1]]])
+    np.save(folder / "recorded.npy", np.tile(chosen_TLK, (20, 1, 1)))
+    return "--recorded", folder / "recorded.npy", "--format", "vllm", "--experts", "4"
+
+
 METRIC = """Metric(
     "busiest_share", "load", "Share of all choices that the busiest expert has.",
     "max c/Σ c", ("1/k", "near 1/n", "1/n"),
@@ -293,11 +306,8 @@ METRIC = """Metric(
 def test_a_metric_is_one_record(copy, tmp_path):
     copy.add_line("routing/metrics.py", "LOAD", METRIC)
     assert copy.changed() == {"routing/metrics.py"}
-    chosen_TLK = np.array([[[0, 1]], [[0, 2]], [[0, 3]], [[3, 1]]])
-    np.save(tmp_path / "recorded.npy", chosen_TLK)
     run = tmp_path / "run"
-    recorded = ("--recorded", tmp_path / "recorded.npy", "--format", "vllm", "--experts", "4")
-    assert copy.json("trace", *recorded, "--out", run)["status"] == "done"
+    assert copy.json("trace", *recorded(tmp_path), "--out", run)["status"] == "done"
     rows = pd.read_parquet(run / "routing_layers.parquet").set_index("metric")
     assert rows.loc["busiest_share", ["value", "collapse"]].tolist() == [3 / 8, 1 / 2]
     page = Path(copy.moescope("report", run).split()[-1]).read_text(encoding="utf-8")
@@ -355,6 +365,33 @@ def test_a_figure_is_one_line(copy, tmp_path):
     drawn = "print(len(run.figure('rank_bars').data[0].y))"
     shown = copy.python("-c", f"{source}; {drawn}", tmp_path / "run").splitlines()
     assert shown == ["Rank per expert.", "4"]
+
+
+def test_a_finding_is_one_line(copy, tmp_path):
+    said = 'Said("load_totals", "load_share", pick="smallest", text="Busiest alone: {place}, {value}.")'
+    copy.add_line("routing/report.py", "FINDINGS", said)
+    assert copy.changed() == {"routing/report.py"}
+    facts = copy.json("trace", *recorded(tmp_path), "--out", tmp_path / "run")
+    assert "Busiest alone: layer 0, expert 0, 0.375." in facts["findings"]
+
+
+def test_a_column_is_its_description_its_place_and_its_value(copy, tmp_path):
+    described = '"load_totals.shortfall": Column("float", "Tokens below an even share.", chance=0, least=0)'
+    copy.add_line("routing/tables.py", "COLUMNS", described)
+    copy.replace("routing/tables.py", '"busiest_limit")),', '"busiest_limit", "shortfall")),')
+    value = '"unused": load_E == 0,'
+    new = f'{value} "shortfall": np.maximum(even - load_E, 0),'
+    copy.replace("routing/counts_to_tables.py", value, new)
+    assert copy.changed() == {"routing/tables.py", "routing/counts_to_tables.py"}
+    run = tmp_path / "run"
+    copy.json("trace", *recorded(tmp_path), "--out", run)
+    assert pd.read_parquet(run / "load_totals.parquet")["shortfall"].tolist() == [0, 0, 20, 0]
+    page = Path(copy.moescope("report", run).split()[-1]).read_text(encoding="utf-8")
+    assert "Tokens below an even share." in page_text(page)
+    bars = 'Bars("short", "load_totals", y="shortfall", x="expert")'
+    source = f"import moescope, sys; from moescope.plotting.marks import Bars; mark = {bars}"
+    drawn = "print(*moescope.open(sys.argv[1]).draw(mark).data[0]['y'])"
+    assert copy.python("-c", f"{source}; {drawn}", run) == "0.0 0.0 20.0 0.0\n"
 
 
 ROUTER = '''
