@@ -575,8 +575,8 @@ def test_a_run_lists_and_draws_its_figures(planted_run):
     assert list(other.data[0].y) != list(drawn.data[0].y)
 
 
-def test_a_figure_that_is_not_there_is_an_error_with_those_that_are(planted_run):
-    with pytest.raises(BadInput, match=r"unknown figure of .*'alignments'; known: .*alignment_by_k"):
+def test_a_figure_that_is_not_there_is_an_error_with_the_nearest_name(planted_run):
+    with pytest.raises(BadInput, match=r"unknown figure of .*'alignments'; did you mean 'alignment_by_k'"):
         planted_run.figure("alignments")
     with pytest.raises(BadInput, match="unknown column to select by in figure alignment_by_k 'layr'"):
         planted_run.figure("alignment_by_k", layr=3)

@@ -54,6 +54,19 @@ SHAPE = "fields"  # in run.json: the kinds of all other fields
 STREAMED = "streamed"  # folder of what a streamed run needs to continue at the layer it had reached
 OWN_FILES = (RUN_JSON, REPORT, STREAMED)  # and the tables and files of the verb
 TRAIN_LOCK = ".train.lock"  # of a training with its scan and trace, which the lock of one run does not cover
+OF_RESULTS = "`moescope report STUDY --results FILE` draws it, see studies/*/results.toml"
+REPLACED = {  # earlier figures that are no page of another one -> what to use instead
+    "ambiguity_against_confidence": "too few layers for a claim; see the tables ambiguity and routing_layers",
+    "ambiguity_against_cv": "too few layers for a claim; see the tables ambiguity and routing_layers",
+    "ambiguity_against_routing_entropy": "too few layers for a claim; see ambiguity and routing_layers",
+    "effect_predictors_by_layer": "use effect_predictors, of all layers together",
+    "expert_maps": OF_RESULTS,
+    "expert_usage_histogram": "draw the table key_histogram, or " + OF_RESULTS,
+    "key_map": "draw the table key_map, or " + OF_RESULTS,
+    "largest_changes": "`moescope report RUN RUN` shows the changes between two runs",
+    "quota_loads": OF_RESULTS,
+    "usage_areas": OF_RESULTS,
+}
 
 
 class DamagedRun(BadInput):
@@ -168,6 +181,8 @@ class Run:
         }
         spec = self.verb.figure(figure) if isinstance(figure, str) else figure.bound(known)
         if spec is None:
+            if instead := REPLACED.get(str(figure)):
+                raise BadInput(f"figure {figure} was removed; {instead}")
             raise unknown_name(f"figure of {self.path}", figure, list(self.figures()))
         if page := selection.pop("quantity", ""):
             spec = replace(cast(Any, spec), opens=page)

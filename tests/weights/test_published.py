@@ -1,4 +1,4 @@
-"""Statistics of a scan against those published for Mixtral-8x7B-v0.1 (golden/README tells their digits)."""
+"""Statistics of a scan against those published for Mixtral-8x7B-v0.1 (digits: golden/figures.toml)."""
 
 from pathlib import Path
 
