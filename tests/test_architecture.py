@@ -104,7 +104,7 @@ BUDGETS = {
     "compression": 2243,
     "decoder": 1776,
     "demo": 119,
-    "deployment": 1341,
+    "deployment": 1334,
     "execution": 3391,
     "families": 945,
     "geometry": 367,

@@ -28,21 +28,15 @@ def prefetch_table(
     parts = [trace.part(max(at - 1, 0), at + 1) for at in range(len(trace.layers))]
     by_layer = map_parts(partial(rank_counts, splits=splits), parts, jobs, advance)
     counts = {name: [layer[name] for layer in by_layer] for name in PREDICTORS}
-    rows = []
-    most, nothing = max(trace.n_experts), [np.nan] * len(trace.layers)
+    rows, most = [], max(trace.n_experts)
     chance = [np.arange(n + 1) / n for n in trace.n_experts]  # of random experts, by budget
-    second = min(1, len(trace.layers) - 1)
-    later = trace.part(second, len(trace.layers))
     for budget in sorted({min(factor * trace.k, most) for factor in (1, 2, 4)}):
         for name, layers in counts.items():
-            sums = [layer_sums(layer, budget) for layer in layers]
-            budgets = [float(budget)] * len(layers)
-            of_layers = rate_rows(trace, sums, nothing, nothing, budgets, chance)[:-1]
-            rest = sums[second:], nothing[second:], nothing[second:], budgets[second:], chance[second:]
-            total = rate_rows(later, *rest)[-1]
+            sums, budgets = [layer_sums(layer, budget) for layer in layers], [float(budget)] * len(layers)
+            of_predictor = rate_rows(trace, sums, budgets, chance, {}, first=min(1, len(layers) - 1))
             facts = {"predictor": name, "budget": budget, "optimum": 1.0}
-            rows += [row | facts for row in [*of_layers, total] if row["choices"]]
-    unused = ["token_hit_rate", "compulsory", "loads_per_token", "layer_slots"]
+            rows += [row | facts for row in of_predictor if row["choices"]]
+    unused = ["token_hit_rate", "loads_per_token", "layer_slots"]
     return pd.DataFrame(rows).rename(columns={"hit_rate": "recall"}).drop(columns=unused)
 
 

@@ -129,20 +129,20 @@ def residency_tables(
                 rows += split_rows(trace, layers, size, sizes_L, chance["lru"])
                 continue
             sums = [layer_sums(layer.policies[policy], size) for layer in layers]
-            best = [share_of(layer_sums(layer.policies["belady"], size)) for layer in layers]
-            layer_slots = [float(min(size, n)) for n in trace.n_experts]
-            first = [layer.compulsory for layer in layers]
-            of_size = rate_rows(trace, sums, best, first, layer_slots, chance[policy])
+            known = {
+                "optimum": [share_of(layer_sums(layer.policies["belady"], size)) for layer in layers],
+                "compulsory": [layer.compulsory for layer in layers],
+            }
             if policy == "lru":
-                empty = [layer_sums(layer.lru_empty, size) for layer in layers]
-                for row, sums_GX in zip(of_size, [*empty, np.sum(empty, axis=0)], strict=True):
-                    row["from_empty"] = share_of(sums_GX)
+                known["from_empty"] = [share_of(layer_sums(layer.lru_empty, size)) for layer in layers]
+            layer_slots = [float(min(size, n)) for n in trace.n_experts]
+            of_size = rate_rows(trace, sums, layer_slots, chance[policy], known)
             rows += [{**row, "policy": policy, "slots": size} for row in of_size]
     frame = pd.DataFrame(rows)
     frame["loads_chance"] = frame["choices"] / frame["tokens"] * (1 - frame["chance"])
-    known = {} if expert_bytes is None else dict(zip(trace.layers, expert_bytes, strict=True))
+    bytes_by_layer = {} if expert_bytes is None else dict(zip(trace.layers, expert_bytes, strict=True))
     for loads, kind in (("loads_per_token", "per_token"), ("loads_chance", "chance")):
-        bytes_R = frame[loads] * frame["layer"].map(known)
+        bytes_R = frame[loads] * frame["layer"].map(bytes_by_layer)
         totals = bytes_R.groupby([frame["policy"], frame["slots"]]).transform("sum", min_count=1)
         frame[f"bytes_{kind}"] = bytes_R.where(frame["layer"].notna(), totals)
         frame[f"ms_{kind}"] = frame[f"bytes_{kind}"] / (bandwidth * 1e6) if bandwidth else np.nan
@@ -280,26 +280,34 @@ def share_of(sums_GX: Integers) -> float:
 def rate_rows(
     trace: TokenTrace,
     sums: list[Integers],
-    best: list[float],
-    first: list[float],
     layer_slots: list[float],
     chance: list[Array],
+    known: dict[str, list[float]],
+    first: int = 0,
 ) -> list[dict[str, Any]]:
-    """Rates with intervals, per layer and of all layers together (weighted by choices)."""
-    choices_L = np.array([sums_GX[:, 1].sum() for sums_GX in sums], dtype=float)
-    by_slots = zip(layer_slots, chance, strict=True)
-    chance_L = [np.interp(size, np.arange(len(rates)), rates) for size, rates in by_slots]
-    known_LX = np.array([best, chance_L, first, layer_slots]).T
-    means_X = choices_L / max(choices_L.sum(), 1) @ known_LX
-    means_X[3] = np.mean(layer_slots)
-    all_sums = zip([*sums, np.sum(sums, axis=0)], [*known_LX, means_X], strict=True)
-    rows = [rate_row(trace, *one) | trace.place(at) for at, one in enumerate(all_sums)]
-    loads = sum(row["loads_per_token"] for row in rows[:-1])
-    rows[-1] |= {"loads_per_token": loads, "tokens": max(row["tokens"] for row in rows[:-1])}
+    """Rates with intervals per layer, and of all layers together from the `first` on.
+
+    Rates that are `known` per layer are averaged over layers by choices, as is chance.
+    """
+    at_slots = zip(layer_slots, chance, strict=True)
+    chance_L = [float(np.interp(size, np.arange(len(rates)), rates)) for size, rates in at_slots]
+    facts = {"chance": chance_L, **known}
+    choices_L = np.array([sums_GX[:, 1].sum() for sums_GX in sums[first:]])
+    share_L = choices_L / max(choices_L.sum(), 1)
+    means = {name: float(share_L @ np.where(choices_L > 0, each[first:], 0)) for name, each in facts.items()}
+    by_layer = [dict(zip(facts, values, strict=True)) for values in zip(*facts.values(), strict=True)]
+    all_sums = zip([*sums, np.sum(sums[first:], axis=0)], [*by_layer, means], strict=True)
+    rows = [
+        rate_row(trace, sums_GX) | rates | trace.place(at) for at, (sums_GX, rates) in enumerate(all_sums)
+    ]
+    for row, size in zip(rows, [*layer_slots, float(np.mean(layer_slots))], strict=True):
+        row["layer_slots"] = size
+    loads = sum(row["loads_per_token"] for row in rows[first:-1])
+    rows[-1] |= {"loads_per_token": loads, "tokens": max(row["tokens"] for row in rows[first:-1])}
     return rows
 
 
-def rate_row(trace: TokenTrace, sums_GX: Integers, known_X: Array) -> dict[str, Any]:
+def rate_row(trace: TokenTrace, sums_GX: Integers) -> dict[str, Any]:
     hits, choices, whole, tokens = sums_GX.sum(0).tolist()
     parts, documents = sums_GX[:, :2].astype(float), trace.n_documents if choices else 0
     interval = clip_share(jackknife_interval(parts, lambda part: part[..., 0] / part[..., 1], documents))
@@ -311,7 +319,6 @@ def rate_row(trace: TokenTrace, sums_GX: Integers, known_X: Array) -> dict[str, 
         "high": interval.high,
         "token_hit_rate": whole / tokens if tokens else np.nan,
         "loads_per_token": (choices - hits) / tokens if tokens else np.nan,
-        **dict(zip(("optimum", "chance", "compulsory", "layer_slots"), known_X.tolist(), strict=True)),
     }
 
 
@@ -330,10 +337,6 @@ def split_rows(
         for at, layer in enumerate(layers):
             split[at] += layer_sums(layer.tested[number], int(chosen_L[at]))
             even[at] += layer_sums(layer.tested[number], slots)
-    first = [layer.compulsory for layer in layers]
-    rows = rate_rows(trace, [*split], [np.nan] * len(layers), first, shares.tolist(), chance)
-    uniform = map(share_of, [*even, even.sum(0)])
-    return [
-        {**row, "policy": "lru_split", "slots": slots, "uniform": rate}
-        for row, rate in zip(rows, uniform, strict=True)
-    ]
+    known = {"compulsory": [layer.compulsory for layer in layers], "uniform": list(map(share_of, even))}
+    rows = rate_rows(trace, [*split], shares.tolist(), chance, known)
+    return [{**row, "policy": "lru_split", "slots": slots} for row in rows]
