@@ -233,6 +233,7 @@ def test_the_same_command_again_computes_nothing(whole: Run, config: Path):
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)  # processes that train, on a machine that may be busy
 def test_two_processes_give_the_same_numbers_and_none_outlives_an_interruption(
     whole: Run, config: Path, tmp_path: Path
 ):
@@ -267,6 +268,7 @@ def test_two_processes_give_the_same_numbers_and_none_outlives_an_interruption(
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)  # processes that train, on a machine that may be busy
 def test_workers_die_with_a_parent_that_is_killed(config: Path, tmp_path: Path):
     import psutil
 

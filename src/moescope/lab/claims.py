@@ -713,7 +713,7 @@ def outlier_text(studies: Studies, what: Quantity) -> str:
     return f"median {values.median():.3f}; seed {far}: {values[far]:.3f}".replace("-", "−")
 
 
-def interval(found: Estimate, decimals: int = 3, scale: float = 1.0) -> str:
-    """Return "mean ± half" in so many decimals."""
-    half = f" ± {scale * found.half:.{decimals}f}" if math.isfinite(found.half) else ""
-    return f"{scale * found.value:.{decimals}f}{half}".replace("-", "−")
+def interval(found: Estimate) -> str:
+    """Return "mean ± half"."""
+    half = f" ± {found.half:.3f}" if math.isfinite(found.half) else ""
+    return f"{found.value:.3f}{half}".replace("-", "−")

@@ -22,7 +22,6 @@ from moescope.lab.claims import (
     Studies,
     changed,
     estimate,
-    interval,
     judge,
     read_claims,
     words,
@@ -149,13 +148,13 @@ def cell(studies: Studies, shared: dict[str, Any], row: Any, column: dict[str, A
     found = estimate(studies, changed(None, given, where))
     if found is None:
         return "not run"
-    scale = float(column.get("scale", 1))
-    if "decimals" not in column:
-        half = f" ± {number(scale * found.half)}" if math.isfinite(found.half) else ""
-        chance = f" ({number(scale * found.chance)})" if math.isfinite(found.chance) else ""
-        return f"{number(scale * found.value)}{half}{chance}"
-    chance = f" ({scale * found.chance:.{column['decimals']}f})" if math.isfinite(found.chance) else ""
-    return interval(found, column["decimals"], scale) + chance.replace("-", "−")
+    parts = (("{}", found.value), (" ± {}", found.half), (" ({})", found.chance))
+    scaled = [(words, part * float(column.get("scale", 1))) for words, part in parts if math.isfinite(part)]
+    digits = column.get("decimals")
+    return "".join(
+        words.format(number(part) if digits is None else f"{part:.{digits}f}".replace("-", "−"))
+        for words, part in scaled
+    )
 
 
 def figure_section(
