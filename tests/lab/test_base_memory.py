@@ -24,6 +24,7 @@ from moescope.lab.train import size_lines
 @pytest.fixture
 def here(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("moescope.lab.train.analyse_run", lambda *given: None)
     return tmp_path
 
 

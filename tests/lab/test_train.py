@@ -52,6 +52,7 @@ def test_a_training_leaves_tables_checkpoints_scan_and_trace(trained_run: Run):
     traced = Run.load(trained_run.path / "trace")
     assert sorted(traced.table("load")["domain"].unique()) == sorted(trained_run.info["domains"])
     assert sorted(traced.table("stability")["step_b"].unique()) == [8, 12]
+    assert not list(trained_run.path.glob(".*"))  # no lock is left
 
 
 def test_evaluations_have_their_baselines(trained_run: Run):
@@ -83,8 +84,11 @@ def test_a_training_that_no_disk_can_hold_is_refused_before_anything_is_written(
 
 def test_the_same_command_again_computes_nothing(trained_run: Run):
     before = (trained_run.path / "steps.parquet").stat().st_mtime_ns
-    again = train(trained_run.path.parent / "tiny.toml", out=trained_run.path, device="cpu", quiet=True)
+    config = trained_run.path.parent / "tiny.toml"
+    again = train(config, out=trained_run.path, device="cpu", quiet=True)
     assert isinstance(again, Run)
+    with pytest.raises(BadInput, match="other arguments"):
+        train(config, seed=7, out=trained_run.path, device="cpu", quiet=True)
     assert (trained_run.path / "steps.parquet").stat().st_mtime_ns == before
 
 
@@ -99,18 +103,9 @@ def test_a_folder_that_another_training_holds_is_left_alone_even_with_overwrite(
     assert sorted(path.relative_to(folder) for path in folder.rglob("*")) == before
 
 
-def test_the_lock_of_a_training_is_gone_after_it(trained_run: Run):
-    assert not list(trained_run.path.glob(".*"))
-
-
 def test_a_small_limit_of_bytes_is_not_taken_for_none():
     config = config_from({"data": {"max_bytes": 3}})
     assert sum(len(texts) for texts in read_corpus(config.data).train.values()) <= len(EMBEDDED)
-
-
-def test_another_config_into_the_same_folder_is_refused(trained_run: Run, tmp_path: Path):
-    with pytest.raises(BadInput, match="other arguments"):
-        train(config_file(tmp_path, steps=13), out=trained_run.path, device="cpu", quiet=True)
 
 
 @pytest.mark.slow
