@@ -25,7 +25,7 @@ def runs(tmp_path_factory):
     text = write_jsonl(folder / "text.jsonl", texts(60))
     domains = [f"a={text}", f"b={write_jsonl(folder / 'other.jsonl', texts(60, seed=1, first=25, words=25))}"]
     return {
-        "scan": scan(model, out=folder / "scan", quiet=True),
+        "scan": scan(model, out=folder / "scan", router="raw", quiet=True),
         "trace": trace(model, domain=domains, out=folder / "trace", quiet=True),
         "compare": compare(model, tuned, out=folder / "compare", skip="scan", quiet=True),
         "compress": compress(
