@@ -6,7 +6,7 @@ import pandas as pd
 from paper_results import BASELINE, METHOD, VARIANTS
 
 from moescope.lab.tables import TABLES
-from moescope.plotting.marks import Bars, Grid, Lines, Scatter, define_figures
+from moescope.plotting.marks import Bars, Lines, Scatter, define_figures
 from moescope.tables import Column, Table, define_tables
 
 SETTLED = 0.2  # of the steps; the fall of the loss before them hides all differences
@@ -64,12 +64,13 @@ LOSS_CURVES, ENTROPY_CURVES, EXPERT_MAPS, USAGE, QUOTA = define_figures(
         details="Principal axes of the mean cosines of two experts' outputs for the same tokens; first seed. "
         "Distances are those of unit outputs, as far as two axes show them.",
     ),
-    Grid(
+    Lines(
         "usage_areas",
         "study_usage",
-        z="share",
+        y="share",
         x="step",
-        y="expert",
+        by="expert",
+        stacked=True,
         where=f"{FIRST} and {MIDDLE}",
         pages="arm",
         wide=True,

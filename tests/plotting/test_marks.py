@@ -22,6 +22,7 @@ from moescope.plotting.marks import (
     Scatter,
     define_figures,
 )
+from moescope.plotting.style import CATEGORICAL, GREY
 from moescope.tables import Column, Table, define_tables
 
 KEYS = {
@@ -133,6 +134,15 @@ def test_values_stand_beside_the_colours_and_flags_are_marked(cells):
     assert (drawn.data[1]["name"], drawn.data[1]["x"]) == ("marked", ["5", "5"])
 
 
+def test_a_ring_lies_beside_the_digits_of_its_cell_where_there_are_some(cells):
+    frame = cells.assign(marked=lambda f: f["expert"] == 5)
+    few = figure(Grid("map", "cells", z="z", ring="marked"), frame[frame["expert"] < 8].query("layer < 4"))
+    many = figure(Grid("map", "cells", z="z", ring="marked"), frame)
+    assert "text" in few.data[0]
+    assert few.data[1]["marker"]["standoff"] > few.data[1]["marker"]["size"] + 10
+    assert "standoff" not in many.data[-1]["marker"]
+
+
 @pytest.fixture
 def curves():
     rows = [
@@ -164,6 +174,32 @@ def test_lines_take_label_chance_bounds_interval_and_names_from_the_column(curve
     line = next(trace for trace in drawn.data if trace["name"] == "A")
     assert line["y"].tolist() == pytest.approx([0.1, 0.2, 0.4, 0.8])  # rows of all layers together
     assert drawn.caption == "Share: 0.1 (A) to 0.8 (A) (chance: 0.05 to 0.4)."
+
+
+def test_several_columns_of_one_unit_name_it_on_the_axis():
+    columns = {
+        name: Column("float", "", label=f"{name} loss", unit="nats per token") for name in ("first", "second")
+    }
+    tables = define_tables(
+        {**columns, "third": Column("float", "", label="share")},
+        Table("losses", "", ("step",), ("first", "second", "third")),
+    )
+    frame = pd.DataFrame({"step": [1, 2], "first": [3.0, 2.0], "second": [3.5, 2.5], "third": [0.1, 0.2]})
+    titles = {}
+    for names in (("first", "second"), ("first", "third")):
+        (mark,) = define_figures(tables, Lines("losses", "losses", y=names, x="step"))
+        titles[names] = mark.draw({"losses": frame}).layout["yaxis"]["title"]["text"]
+    assert list(titles.values()) == ["loss (nats per token)", "first loss, share"]
+
+
+def test_stacked_lines_are_areas_of_any_number_without_chance():
+    frame = pd.DataFrame(
+        [{"layer": n, "k": k, "policy": "a", "plain": n + k} for n in range(14) for k in (1, 2)]
+    )
+    drawn = figure(Lines("areas", "curves", y="plain", x="k", by="layer", stacked=True), frame)
+    assert {(trace["stackgroup"], trace["mode"]) for trace in drawn.data} == {("all", "lines")}
+    assert sum(trace["y"] for trace in drawn.data).tolist() == [sum(range(1, 15)), sum(range(2, 16))]
+    assert drawn.caption == "At k 2, plain: 2 (layer 0) to 15 (layer 13)."
 
 
 def test_rows_for_all_together_are_drawn_only_where_their_key_is_on_no_axis(curves):
@@ -322,6 +358,37 @@ def test_a_histogram_counts_rows_and_a_stored_null_is_a_ridge(cells):
         Distribution("null", "nulls", x="z", by="layer", bins=("left", "right", "density")), null
     ).data
     assert (at["x"], ridge["fill"]) == ((0.7,), "toself")
+
+
+def test_a_histogram_of_a_logarithmic_column_has_four_bins_per_decade_and_one_for_zero(cells):
+    values = [0.0] * 5 + [1.0, 3.0, 10.0, 99.0, 100.0]
+    frame = cells.iloc[: len(values)].assign(plain=values)
+    bars, rug = figure(Distribution("hist", "cells", x="plain"), frame).data
+    assert bars["y"].sum() == len(values)
+    occupied = {round(float(x), 3): int(y) for x, y in zip(bars["x"], bars["y"], strict=True) if y}
+    assert occupied == {-0.125: 5, 0.125: 1, 0.375: 1, 1.125: 1, 1.875: 1, 2.125: 1}
+    assert rug["customdata"].tolist() == values
+    axis = figure(Distribution("hist", "cells", x="plain"), frame).layout["xaxis"]
+    assert dict(zip(axis["tickvals"], axis["ticktext"], strict=True)) == {
+        -0.125: "0",
+        0: "1",
+        1: "10",
+        2: "100",
+    }
+
+
+def test_a_value_without_a_word_is_grey_and_named_by_its_column():
+    names = {"yes": "confirmed", "": "check"}
+    columns = {
+        "z": Column("float", ""),
+        "verdict": Column("text", "", names=names),
+        "name": Column("text", ""),
+    }
+    tables = define_tables(columns, Table("t", "", ("name",), ("z", "verdict")))
+    (mark,) = define_figures(tables, Dots("d", "t", x="z", y="name", by="verdict"))
+    frame = pd.DataFrame({"name": ["a", "b"], "z": [1.0, 2.0], "verdict": ["", "yes"]})
+    looks = {trace["name"]: trace["marker"]["color"] for trace in mark.draw({"t": frame}).data}
+    assert looks == {"check": GREY, "confirmed": CATEGORICAL[0]}
 
 
 def test_points_have_their_size_and_text(cells):

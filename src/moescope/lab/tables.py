@@ -15,7 +15,7 @@ BALANCED: dict[str, Any] = {"chance_label": "balanced random routing", "least": 
 UNIFORM: dict[str, Any] = {"chance": "routing_entropy_chance", "chance_label": "uniform router", "unit": "nats", "least": 0}
 # their places are their colours
 VERDICTS = {name: name for name in ("not distinguishable", "worse", "better", "no spread over seeds", "too few seeds to say")}
-DECISIONS = {name: name for name in ("undecided", "refuted", "confirmed", "not testable")}
+DECISIONS = {**{name: name for name in ("undecided", "refuted", "confirmed", "not testable")}, "": "check"}
 OVER_SEEDS = ("validation_loss", "difference", "routing_entropy", "load_cv", "unused_share")  # of study_means
 
 
@@ -93,7 +93,7 @@ COLUMNS: dict[str, Column] = {
     "study_usage.step": Column("int", "Training step."),
     "study_usage.share": Column("float",
         "The expert's share of its layer's load in training, since the previous row.", "cᵢ/Σ c",
-        at_worst="1/k or 0", at_chance="1/n", at_best="1/n"),
+        at_worst="1/k or 0", at_chance="1/n", at_best="1/n", label="share of the load"),
     "noise_low": Column("float",
         "Lower end of the 95 % bootstrap interval of that loss over validation documents, for this model.",
         "2.5 % quantile over resampled documents",
@@ -189,7 +189,7 @@ COLUMNS: dict[str, Column] = {
     "study_tasks.chance": Column("float", "Accuracy of a choice at random; null for other metrics."),
     "study_keys.x": Column("float", "First principal component of the unit key.", label="first component"),
     "study_keys.y": Column("float", "Second principal component of the unit key.", label="second component"),
-    "study_keys.tokens": Column("int", "Tokens that chose the expert in the last window of training."),
+    "study_keys.tokens": Column("int", "Tokens that chose the expert in the last window of training.", scale="log"),
     "strength": Column("float", "Length ρ of the key.", at_worst="0: never chosen again", at_best="1"),
     "study_keys.variance_share": Column("float", "Share of the keys' variance that the map shows.", at_best="1"),
     "study_probes.table": Column("text", "Name of a table that the study's probe returned."),
@@ -340,7 +340,7 @@ COLUMNS: dict[str, Column] = {
         label="times the reference"),
     "peak_memory_gb": Column("float", "Peak GPU memory of a training; null on a CPU.", label="peak memory", unit="GB"),
     # --- claims in pictures
-    "study_claims.name": Column("text", "The claim, with its check."),
+    "study_claims.name": Column("text", "The claim, with its check.", label="claim"),
     "study_claims.measure": Column("text", "Column and estimand: claims that share it share an axis."),
     "no_effect": Column("float", "The estimate without effect: 0, of a ratio 1."),
 }

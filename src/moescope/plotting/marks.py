@@ -7,6 +7,7 @@ hatching are the same in every figure, and a figure is one line.
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field, replace
@@ -54,6 +55,7 @@ ADDED = ("view", "run", "series")  # columns that a page adds where it puts runs
 NUMBERED = ("layer", "expert", "router", "step", "seed", "k")  # keys whose values are numbers: "layer 3"
 SHAPES = ("circle", "square", "diamond", "triangle-up", "x", "cross", "star", "hexagon")
 RING = {"symbol": "circle-open", "color": "#111111", "size": 9, "line": {"width": 2}}
+BESIDE_DIGITS = {"size": 5, "standoff": 16, "angle": 250}  # of a ring: it must not cover a cell's digits
 CROSS = {"symbol": "x", "color": "#FFFFFF", "size": 7, "line": {"width": 1, "color": "#1A1D21"}}
 HATCH = {"symbol": "line-ne-open", "color": GREY, "size": 9}
 QUIET: dict[str, Any] = {"showlegend": False, "hoverinfo": "skip"}
@@ -346,7 +348,8 @@ def define_figures(tables: Mapping[str, Table], *marks: Mark) -> list[Mark]:
 class Lines(Mark):
     """A line per column of `y` and value of `by`, where rows have it, against `x`; over twelve become a Grid.
 
-    With several columns and values, a value has a colour and a column a dash.
+    With several columns and values, a value has a colour and a column a dash. `stacked` draws areas on top of
+    each other, of any number of lines and without chance.
 
     Chance is dashed, a varying bound dotted, the chance level's 95 % band grey; intervals are bands of up to
     five lines, else bars.
@@ -355,6 +358,7 @@ class Lines(Mark):
     y: str | tuple[str, ...]
     x: str = "layer"
     by: str = ""
+    stacked: bool = False
 
     def enough(self, rows: pd.DataFrame) -> bool:
         """A line has two points; of layers, one is enough to be seen."""
@@ -370,7 +374,7 @@ class Lines(Mark):
             for value, line in grouped(part, by, table)
         ]
         shown = list(dict.fromkeys(line[1] for line in lines)) if by else list(range(len(lines)))
-        if len(shown) > LINES_UP_TO:
+        if len(shown) > LINES_UP_TO and not self.stacked:
             return Grid(self.name, self.table, z=name, x=self.x, y=by).page({name: frame}, table)
         key = table.quantity(by)
         both = len(rows) > 1 and bool(by)  # colour says the value, dash the column
@@ -380,7 +384,8 @@ class Lines(Mark):
         for place, (quantity, value, line) in enumerate(lines):
             label, style = table.label(quantity), styles[value if by else place]
             name_of = value_words(key, by, value) if by else label
-            traces += interval_traces(line, self.x, style["color"], len(lines) <= BANDS_UP_TO)
+            if not self.stacked:
+                traces += interval_traces(line, self.x, style["color"], len(lines) <= BANDS_UP_TO)
             hover = f"{name_of}<br>{words_of(self.x)} %{{x}}<br>{label} %{{y:.4g}}<extra></extra>"
             line_of: dict[str, Any] = {
                 "line": {**style, "width": 2},
@@ -390,14 +395,28 @@ class Lines(Mark):
             if both:
                 line_of["line"]["dash"] = dashes[quantity]
                 line_of |= {"legendgroup": name_of, "showlegend": quantity == name}
-            traces.append(points(name_of, line[self.x], line["_value"], "lines+markers", **line_of))
-        traces += reference_traces(rows, self.x, table, named=not both)
+            mode = "lines" if self.stacked else "lines+markers"
+            if self.stacked:
+                line_of |= {"stackgroup": "all", "showlegend": len(lines) <= LINES_UP_TO}
+                line_of["line"] = {"color": style["color"], "width": 1}
+            traces.append(points(name_of, line[self.x], line["_value"], mode, **line_of))
+        if not self.stacked:
+            traces += reference_traces(rows, self.x, table, named=not both)
         axes = {"xaxis": x_axis(self.x, frame, table), "yaxis": y_axis(first, traces)}
         along = first.axis(name) if len(rows) == 1 else ", ".join(map(table.label, rows))
         if both:
             along = ", ".join(f"{table.label(y)} ({DASH_WORDS[dash]})" for y, dash in dashes.items())
+        elif len(rows) > 1 and first.unit and {table.quantity(y).unit for y in rows} == {first.unit}:
+            words = [re.findall(r"[\w-]+", table.label(y)) for y in rows]
+            shared = [word for word in words[0] if all(word in others for others in words)]
+            along = f"{' '.join(shared) or along} ({first.unit})"  # the legend names each
         layout = base_layout(table.quantity(self.x).axis(self.x), along, **axes)
-        return Page(traces, caption_of(frame, table, name, self.x, by), layout, surprise(frame, first))
+        caption = caption_of(frame, table, name, self.x, by)
+        if self.stacked:
+            last = frame[frame[self.x] == frame[self.x].max()]
+            end = f"At {table.label(self.x)} {number(last[self.x].iloc[0])}, {table.label(name)}"
+            caption = f"{end}{extremes(last, table, by or self.x)}."
+        return Page(traces, caption, layout, surprise(frame, first))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -486,6 +505,7 @@ class Grid(Mark):
         traces = [trace]
         for words, mask, style in marks:
             if mask.any():
+                style = {**style, **BESIDE_DIGITS} if style is RING and "text" in trace else style
                 x, y = (
                     [value_text(table.quantity(axis), value) for value in frame.loc[mask, axis]]
                     for axis in (self.x, self.y)
@@ -711,24 +731,36 @@ class Distribution(Mark):
             rows = frame.drop_duplicates(self.by)
             caption = grid_caption(rows, table, name, (self.by,))
             return Page(traces, caption, layout, surprise(rows, column))
-        counts, edges = np.histogram(frame["_value"], bins=max(8, min(40, len(frame) // 3)))
+        bins: Any = max(8, min(40, len(frame) // 3))
+        places, axis, hover = frame["_value"], {}, "around %{x:.3g}<br>%{y} rows<extra></extra>"
+        if column.scale == "log" and (places > 0).any():
+            places, bins, axis = in_decades(places)
+            hover = "%{y} rows<extra></extra>"
+        counts, edges = np.histogram(places, bins=bins)
         bars = {"width": np.diff(edges) * 0.94, "marker": {"color": CATEGORICAL[0]}}
-        hover = "around %{x:.3g}<br>%{y} rows<extra></extra>"
         middles, below = (edges[:-1] + edges[1:]) / 2, np.full(len(frame), -0.07 * counts.max())
         rug = {"symbol": "line-ns-open", "color": CATEGORICAL[1]}
         traces = [
             {"type": "bar", "name": "rows", "x": middles, "y": counts, **bars, "hovertemplate": hover},
-            points("each row", frame["_value"], below, marker=rug),
+            points(
+                "each row",
+                places,
+                below,
+                marker=rug,
+                customdata=frame["_value"].to_numpy(),
+                hovertemplate="%{customdata:.4g}<extra></extra>",
+            ),
         ]
         level = frame["_chance"].dropna()
         words = f"{capital(table.label(name))} of {counted(len(frame), 'row')}: {span(frame['_value'])}."
         if len(level):
             at = float(level.iloc[0])
-            traces.append(grey_line([at, at], [0, int(counts.max())], column.chance_label))
+            line = math.log10(at) if axis and at > 0 else at
+            traces.append(grey_line([line, line], [0, int(counts.max())], column.chance_label))
             under = int((frame["_value"] <= at).sum())
             words = f"{under} of {len(frame)} at or below {number(at)} ({column.chance_label})."
         ticks = {"tick0": 0, "dtick": max(1, -(-int(counts.max()) // 5))}
-        layout = base_layout(column.axis(name), "rows", yaxis=ticks)
+        layout = base_layout(column.axis(name), "rows", xaxis=axis, yaxis=ticks)
         return Page(traces, words, layout, surprise(frame, column))
 
 
@@ -763,7 +795,7 @@ class Scatter(Mark):
                 size = np.clip(11 * np.sqrt(part[self.size].fillna(0).to_numpy(float)), 4, 40)
             marker: dict[str, Any] = {"color": style["color"], "size": size, "opacity": 0.8}
             if self.colour in part:
-                title = {"text": table.label(self.colour), "side": "right"}
+                title = {"text": table.label(self.colour), "side": "top"}
                 bar = {"title": title, "thickness": 12, "outlinewidth": 0}
                 marker |= {"color": part[self.colour].to_numpy(float), "colorscale": BLUE, "colorbar": bar}
             text = part[self.label].astype(str).tolist() if self.label else []
@@ -839,7 +871,8 @@ def styles_of(key: Column, by: str, values: Sequence[Any]) -> list[dict[str, Any
         return [{"color": colors[value]} for value in values]
     known = list(key.names)
     return [
-        category_style(known.index(value) if value in known else place) for place, value in enumerate(values)
+        {"color": GREY} if value == "" else category_style(known.index(value) if value in known else place)
+        for place, value in enumerate(values)
     ]
 
 
@@ -949,6 +982,18 @@ def reference_traces(rows: dict[str, pd.DataFrame], x: str, table: Table, named:
             for level, words in column.guides.items()
         ]
     return traces
+
+
+def in_decades(values: pd.Series) -> tuple[pd.Series, np.ndarray, dict[str, Any]]:
+    """Return log10 of the values, the edges of four bins per decade and the axis; 0 has the bin below all."""
+    logs = np.log10(values.where(values > 0))
+    low, high = np.floor(4 * logs.min()) / 4, np.floor(4 * logs.max()) / 4
+    edges = np.arange(low - 0.25, high + 0.3, 0.25)
+    decades = range(int(np.ceil(low)), int(np.floor(high + 0.25)) + 1)
+    ticks = {low - 0.125: "0"} if logs.isna().any() else {}
+    ticks |= {float(decade): number(10.0**decade) for decade in decades}
+    axis = {"tickvals": [*ticks], "ticktext": [*ticks.values()]}
+    return logs.fillna(low - 0.125), edges, axis
 
 
 def ridges(

@@ -117,6 +117,15 @@ M.figures = (() => {
     }
   }
 
+  // digits run together in cells under 36 pixels; the rings beside them return into the cells
+  function fewerDigits(data, width) {
+    if (!data.some((trace) => trace.texttemplate && trace.x?.length > (width - 140) / 36)) return;
+    for (const trace of data) {
+      delete trace.texttemplate;
+      if (trace.marker?.standoff) trace.marker.standoff = 0;
+    }
+  }
+
   // there the legend has one entry per line: the figure grows by them
   const legendEntries = (data) => data.filter((trace) => trace.showlegend !== false && trace.visible !== false && trace.name && trace.type !== "heatmap").length;
   async function draw(figure, div) {
@@ -124,6 +133,7 @@ M.figures = (() => {
     const narrow = div.clientWidth < 480;
     themedTraces(figure.data, M.theme.dark() ? "dark" : "light");
     if (narrow) fewerTicks(figure.layout.xaxis ?? {});
+    fewerDigits(figure.data, div.clientWidth);
     const height = figure.height + (narrow ? 14 * Math.max(0, legendEntries(figure.data) - 3) : 0);
     div.style.height = `${height}px`;
     const layout = assign(figure.layout, {
