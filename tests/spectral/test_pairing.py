@@ -1,6 +1,7 @@
 import itertools
 import math
 import statistics
+from functools import cache
 
 import numpy as np
 import pytest
@@ -202,40 +203,40 @@ def test_per_k_p_values_pay_for_the_choice_of_k():
 # --- validity: on layers where routers know nothing of experts
 
 
-@pytest.fixture(scope="module")
-def chance_layers() -> dict[int, list[PairingTest]]:
-    """Number of experts -> tests of that many independent random layers."""
-    generator = np.random.default_rng(20)
-    return {
-        n: [pairing_test(random_layer(generator, n, 32)) for _ in range(count)]
-        for n, count in {5: 500, 8: 500, 12: 250}.items()
-    }
+@cache
+def chance_layers(n: int) -> list[PairingTest]:
+    """Tests of independent random layers of that many experts."""
+    generator = np.random.default_rng((20, n))
+    return [pairing_test(random_layer(generator, n, 32)) for _ in range(250 if n > 8 else 500)]
+
+
+EIGHT = pytest.param(8, marks=pytest.mark.slow)  # all 40,320 pairings of 500 layers
 
 
 def sampling_error(alpha: float, count: int) -> float:
     return 3 * math.sqrt(alpha * (1 - alpha) / count)
 
 
-@pytest.mark.parametrize("n", [8, 12])
+@pytest.mark.parametrize("n", [EIGHT, 12])
 @pytest.mark.parametrize("name", ["p_value", "p_lower", "p_accuracy"])
-def test_chance_layers_have_a_small_p_no_oftener_than_they_should(name, n, chance_layers):
-    p_values = np.array([getattr(test, name) for test in chance_layers[n]])
+def test_chance_layers_have_a_small_p_no_oftener_than_they_should(name, n):
+    p_values = np.array([getattr(test, name) for test in chance_layers(n)])
     for alpha in ALPHAS:
         assert (p_values <= alpha).mean() <= alpha + sampling_error(alpha, len(p_values))
 
 
-@pytest.mark.parametrize("n", [8, 12])
+@pytest.mark.parametrize("n", [EIGHT, 12])
 @pytest.mark.parametrize("name", ["p_value", "p_lower"])
-def test_the_test_of_the_mean_diagonal_is_not_conservative(name, n, chance_layers):
-    p_values = np.array([getattr(test, name) for test in chance_layers[n]])
+def test_the_test_of_the_mean_diagonal_is_not_conservative(name, n):
+    p_values = np.array([getattr(test, name) for test in chance_layers(n)])
     for alpha in (0.2, 0.5):
         assert (p_values <= alpha).mean() >= alpha - sampling_error(alpha, len(p_values))
 
 
-@pytest.mark.parametrize("n", [5, 8, 12])
-def test_one_chance_layer_in_twenty_is_called_anything_else(n, chance_layers):
+@pytest.mark.parametrize("n", [5, EIGHT, 12])
+def test_one_chance_layer_in_twenty_is_called_anything_else(n):
     """500, 500 and 250 layers; three binomial deviations."""
-    called = [test.verdict != CHANCE for test in chance_layers[n]]
+    called = [test.verdict != CHANCE for test in chance_layers(n)]
     assert np.mean(called) <= 0.05 + sampling_error(0.05, len(called))
 
 
