@@ -109,7 +109,7 @@ BUDGETS = {
     "families": 945,
     "geometry": 367,
     "intervention": 1569,
-    "lab": 4466,
+    "lab": 4461,
     "plotting": 856,
     "reporting": 700,
     "root": 2045,
