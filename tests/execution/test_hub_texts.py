@@ -92,6 +92,9 @@ def place(tmp_path_factory) -> Path:
     return tmp_path_factory.mktemp("home")
 
 
+AT_THE_HUB = pytest.mark.slow  # a process that imports datasets and traces a model
+
+
 @pytest.fixture(scope="module")
 def found(hub, place):
     """What a process finds with the hub's address set, which the library reads when it is imported."""
@@ -105,11 +108,13 @@ def found(hub, place):
     return json.loads(done.stdout)
 
 
+@AT_THE_HUB
 def test_rows_come_in_order_from_the_training_split_and_can_be_read_again(found):
     assert found["plain"]["rows"] == ROWS[:3]
     assert found["plain"]["again"] == ROWS[0]
 
 
+@AT_THE_HUB
 def test_a_run_holds_on_to_commit_config_split_and_column(found):
     assert found["plain"]["identity"] == [[f"hf://datasets/own/plain@{COMMITS['main']}/default:train#text"]]
     assert found["named column"] == {
@@ -121,6 +126,7 @@ def test_a_run_holds_on_to_commit_config_split_and_column(found):
     assert found["only split"]["rows"] == ["validation"]
 
 
+@AT_THE_HUB
 @pytest.mark.parametrize(
     ("name", "words"),
     [
@@ -140,12 +146,14 @@ def test_what_is_missing_is_said_in_one_line_that_lists_what_there_is(found, nam
     assert "\n" not in found[name]
 
 
+@AT_THE_HUB
 def test_a_file_that_is_damaged_is_one_line_too(found):
     assert found["broken"].startswith(f"{ASKED['broken']}: cannot be read (")
     assert found["broken"].endswith("check the dataset, or give a file")
     assert "\n" not in found["broken"]
 
 
+@AT_THE_HUB
 def test_trace_streams_a_dataset_and_leaves_what_it_does_not_need_on_the_hub(found, place):
     coverage = Run.load(place / "run").info["coverage"][0]
     assert coverage["tokens"] == {"web": 400}
