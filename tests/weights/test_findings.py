@@ -227,10 +227,16 @@ def test_avoidance_is_said_with_its_own_p_and_only_beyond_chance_over_all_layers
 def test_the_verdicts_say_how_many_chance_gives(raw, tmp_path):
     """5 % by the mean alignment, and 1 % by another order where that can be found: with six experts at the
     four ks of d = 16 that are not degenerate, not with four experts."""
-    assert "4 of 5 layers above chance (any by chance: p at most 0.06)" in words.verdict_sentence(raw)
+    assert (
+        "4 of 5 layers above chance (one or more by chance: probability at most 0.06)"
+        in words.verdict_sentence(raw)
+    )
     for experts, level in ((4, "0.05"), (6, "0.06")):
         view = scanned(tmp_path / str(experts), tiny_tensors(experts=experts), experts=experts)
-        assert f"of 2 layers above chance (any by chance: p at most {level})" in words.verdict_sentence(view)
+        assert (
+            f"of 2 layers above chance (one or more by chance: probability at most {level})"
+            in words.verdict_sentence(view)
+        )
 
 
 def test_three_experts_are_said_to_be_too_few_and_nothing_else(tmp_path):

@@ -298,7 +298,7 @@ def numbers_of(view: View) -> list[KeyNumber]:
         unit += f", {permuted} in another order" if permuted else ""
         chance = None if np.isnan(level) else level
         named = "Layers above chance"
-        numbers = [KeyNumber(named, count, chance, unit, word, "chance of any, at most", n)]
+        numbers = [KeyNumber(named, count, chance, unit, word, "chance of one or more, at most", n)]
     numbers += key_numbers([*OF_PAIRING, *OF_COSINES], view.tables, TABLES)
     if len(cosines := view.first_cosines):
         collapsed, expected, pairs = (
@@ -441,7 +441,7 @@ def verdict_sentence(view: View) -> str:
     if set(shown) == {"untested"}:
         return f"{which}. 3 experts have only 6 pairings, so no p can be below 1/6."
     random = "Router rows look random: " if word == "at chance" else ""
-    chance = "" if np.isnan(level) else f" (any by chance: p at most {number(level)})"
+    chance = "" if np.isnan(level) else f" (one or more by chance: probability at most {number(level)})"
     of_layers = f"{count} of {len(view.layers)} layers above chance"
     return f"{random}{of_layers}{chance}. {which}. {strength(view)}"
 
