@@ -43,7 +43,7 @@ def test_runs_of_equal_names_keep_all_their_figures(compared_run, tmp_path):
 
 @pytest.mark.parametrize("width", [0, 39, 401])
 def test_a_width_that_no_paper_has_is_one_line(compared_run, tmp_path, width):
-    with pytest.raises(BadInput, match=f"width {width} mm"):
+    with pytest.raises(BadInput, match=f"width {width}: must be at least 40 and at most 400"):
         report(compared_run, out=tmp_path / "r.html", figures=tmp_path / "figures", width=width)
     assert list(tmp_path.iterdir()) == []
 
