@@ -732,7 +732,8 @@ class Distribution(Mark):
             caption = grid_caption(rows, table, name, (self.by,))
             return Page(traces, caption, layout, surprise(rows, column))
         bins: Any = max(8, min(40, len(frame) // 3))
-        places, axis, hover = frame["_value"], {}, "around %{x:.3g}<br>%{y} rows<extra></extra>"
+        axis: dict[str, Any] = {}
+        places, hover = frame["_value"], "around %{x:.3g}<br>%{y} rows<extra></extra>"
         if column.scale == "log" and (places > 0).any():
             places, bins, axis = in_decades(places)
             hover = "%{y} rows<extra></extra>"
