@@ -21,6 +21,7 @@ import report
 import run
 import torch
 
+import moescope
 from decoder.tiny_lab import tiny, trained
 from moescope.decoder.saving import save_model
 from moescope.decoder.vocabulary import Bytes
@@ -224,6 +225,29 @@ def test_a_shard_continues_from_tables_alone(tmp_path: Path):
             frame.sort_values(list(table.keys), ignore_index=True) for frame in (before, writer.joined(name))
         )
         pd.testing.assert_frame_equal(one, other, check_dtype=False)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("folder", STORED, ids=[folder.name for folder in STORED])
+def test_every_stored_study_is_read_and_one_of_its_arms_can_be_trained_again(folder: Path, tmp_path: Path):
+    stored = moescope.open(folder / "run")
+    assert {"study_runs", "study_comparisons"} <= set(stored.tables)
+    for name in stored.tables:
+        assert list(stored.table(name)) == list(stored.verb.tables[name].columns)
+    assert VERB.summary is not None
+    summary = VERB.summary(stored)
+    assert summary.coverage
+    assert summary.findings
+    target = tmp_path / folder.name
+    shutil.copytree(folder, target)
+    plan, done = read_study(target / "study.toml"), run.finished(target / "run")
+    arm = next(arm for arm in plan.arms if (arm.name, plan.seeds[0]) in done)
+    run.forget(target, tmp_path / "work", [arm.name])
+    run.unpack(target / "run", tmp_path / "work", target / "study.toml")
+    names = {each.name: each for each in plan.arms}
+    kept = {names[name].training_name(seed) for name, seed in done if name != arm.name}
+    assert RunWriter(tmp_path / "work", VERB, {}).done_tasks() == kept
+    assert (arm.name, plan.seeds[0]) not in run.finished(target / "run")
 
 
 def small_study(store: Path, *arms: str) -> None:
