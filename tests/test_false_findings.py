@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections import Counter
 
 import numpy as np
+import pandas as pd
 import pytest
 import torch
 
@@ -26,24 +27,37 @@ MOST_FALSE = 16  # of 200: at a true rate of 5 %, 17 or more happen once in 40 t
 
 def traced(scores_LTE: np.ndarray) -> Tables:
     """Tables of 24 documents in 3 domains, whose tokens choose the experts with the highest scores."""
-    chosen_LTK = torch.from_numpy((-scores_LTE).argsort(-1)[..., :K].copy())
-    document_T = torch.arange(DOCUMENTS).repeat_interleave(LENGTH)
-    n = len(document_T)
+    chosen_LTK = (-scores_LTE).argsort(-1)[..., :K].copy()
+    document_T = np.arange(DOCUMENTS).repeat(LENGTH)
+    return counted(
+        chosen_LTK, EXPERTS, document_T, document_T % DOMAINS, np.tile(np.arange(LENGTH), DOCUMENTS)
+    )
+
+
+def counted(
+    chosen_LTK: np.ndarray, experts: int, document_T: np.ndarray, domain_T: np.ndarray, position_T: np.ndarray
+) -> Tables:
+    """Tables of tokens that chose these experts."""
+    n, k = chosen_LTK.shape[1:]
+    documents = torch.from_numpy(document_T)
+    of_domain = pd.Series(document_T).groupby(domain_T).nunique().tolist()
     tokens = Tokens(
-        DOCUMENTS,
+        sum(of_domain),
         torch.zeros(n, dtype=torch.int64),
         torch.ones(n, dtype=torch.bool),
-        document_T,
-        torch.arange(LENGTH).repeat(DOCUMENTS),
-        document_T % DOMAINS,
-        document_T,
+        documents,
+        torch.tensor(position_T),
+        torch.tensor(domain_T),
+        documents,
         "prefill",
     )
-    counts, gates_TK = Counts((DOMAINS, DOCUMENTS)), torch.tensor([[0.6, 0.4]]).expand(n, K)
+    gates_TK = torch.linspace(0.6, 0.4, k).expand(n, k)
+    counts = Counts((len(of_domain), sum(of_domain)))
     for layer, chosen_TK in enumerate(chosen_LTK):
-        counts.consume(Routing(layer, f"layer {layer}", EXPERTS, chosen_TK, gates_TK, tokens))
-    corpus = Corpus(["code", "news", "prose"], [DOCUMENTS // DOMAINS] * DOMAINS)
-    names = {layer: f"layer {layer}" for layer in range(LAYERS)}
+        routing = Routing(layer, f"layer {layer}", experts, torch.from_numpy(chosen_TK), gates_TK, tokens)
+        counts.consume(routing)
+    corpus = Corpus([f"domain {number}" for number in range(len(of_domain))], of_domain)
+    names = {layer: f"layer {layer}" for layer in range(len(chosen_LTK))}
     return Traced(corpus, counts.layers(), "prefill", names, has_logits=False).tables(0, 0)
 
 
@@ -129,3 +143,26 @@ def test_tastes_of_documents_are_no_domain_experts():
 def test_planted_effects_are_found_in_nine_of_ten_traces(scores, claims):
     found = rates(scores, 20)
     assert min(found[claim] for claim in claims) >= 18
+
+
+def test_of_traces_with_experts_permuted_per_document_at_most_6_percent_of_cells_are_coloured(traced_run):
+    """Of a model's trace the experts are renamed at random per document: tastes stay, loads are even."""
+    rows = traced_run.table("tokens").query("step == step.max() and phase == 'prefill'")
+    layers, experts = sorted(rows["layer"].unique()), int(traced_run.table("load")["expert"].max()) + 1
+    shortest = rows.groupby("document")["position"].max().min()  # documents are rows of equal length here
+    rows = rows[rows["position"] <= shortest].sort_values(["document", "position"])
+    chosen_LTK = np.stack([np.stack(rows.loc[rows["layer"] == layer, "experts"]) for layer in layers])
+    first = rows[rows["layer"] == layers[0]]
+    document_T, domain_T = pd.factorize(first["document"])[0], pd.factorize(first["domain"])[0]
+    generator, figure = np.random.default_rng(0), traced_run.verb.figure("load_map")
+    coloured = []
+    for _ in range(20):
+        shape = (len(layers), document_T.max() + 1, experts)
+        names_LDE = generator.permuted(np.broadcast_to(np.arange(experts), shape), axis=-1)
+        permuted_LTK = np.take_along_axis(names_LDE[:, document_T], chosen_LTK, axis=-1)
+        tables = counted(permuted_LTK, experts, document_T, domain_T, first["position"].to_numpy())
+        drawn = figure.draw(tables)
+        coloured.append(drawn.data[0]["z"] != 0)
+    print(np.shape(coloured), np.mean(coloured))
+    assert np.mean(coloured) <= 0.06
+    assert np.any(coloured)
