@@ -238,6 +238,12 @@ def test_pictures_of_the_menu_are_as_large_as_those_of_the_command_and_their_dig
     assert digits
 
 
+@pytest.mark.parametrize(("width", "digits"), [(1400, 64), (390, 0)])
+def test_cells_too_narrow_for_digits_have_none(opened, width, digits):
+    page = opened("scan", "#/weights?layer=1", width=width)
+    assert bring(page, "pair_matrix").locator(".heatmap-label text").count() == digits
+
+
 @pytest.mark.parametrize(("width", "pinned"), [(820, ""), (1000, ""), (1400, "&pinned=0.1")])
 def test_the_drawer_leaves_the_selected_cell_visible(opened, planted_run, width, pinned):
     last = int(planted_run.table("alignment")["expert"].max())

@@ -273,7 +273,7 @@ COLUMNS: dict[str, Column] = {
     "study_claims.failed": Column("int", "Trainings of its arms that failed or do not beat the unigram baseline."),
     "study_claims.verdict": Column("text",
         "confirmed or refuted: p_holm ≤ 0.05 from five seeds on. undecided: above, or a guard forbids a verdict "
-        "(why). unfinished: trainings are still to come. not testable: not run, or too few seeds.",
+        "(why). unfinished: trainings are still to come. not testable: not run, or too few seeds. Empty: a check.",
         names=DECISIONS),
     "study_claims.why": Column("text", "Reasons, and what else differs between the arms."),
     "part": Column("text",
