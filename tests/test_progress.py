@@ -65,9 +65,9 @@ def test_models_that_read_text_print_a_line_per_model_and_per_minute(tmp_path: P
     assert [re.sub("writing .*", "writing", label) for label in labels] == [
         "calibrating",
         "writing",
-        "the original",
-        "compressed",
-        "random (seed 1)",
+        "judging 1 of 3 models (the original)",
+        "judging 2 of 3 models (reap)",
+        "judging 3 of 3 models (random (seed 1))",
     ]
 
 

@@ -88,7 +88,10 @@ def test_every_column_is_named_when_it_is_dropped_or_of_another_type(run, tmp_pa
         shutil.copyfile(run / file.name, file)
 
 
-@pytest.mark.parametrize("how", ["emptied", "truncated", "garbled", "removed"])
+SLOWER = [pytest.param(how, marks=pytest.mark.slow) for how in ("truncated", "garbled")]
+
+
+@pytest.mark.parametrize("how", ["emptied", "removed", *SLOWER])
 def test_a_report_names_the_table_that_is_damaged(run, how, tmp_path):
     for name in Run.load(run).tables:
         shutil.rmtree(tmp_path / "run", ignore_errors=True)

@@ -22,6 +22,7 @@ def test_every_figure_of_a_trace_becomes_a_file_of_its_own(traced_run):
     assert drawn <= {spec.name for spec in traced_run.verb.figures}
 
 
+@pytest.mark.slow
 def test_all_that_the_page_draws_is_exported(deep_runs, tmp_path):
     page = report(*deep_runs, out=tmp_path / "r.html").read_text(encoding="utf-8")
     figures = list(report_figures(list(deep_runs)))

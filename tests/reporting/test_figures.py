@@ -145,6 +145,7 @@ def words(sentence: str) -> int:
     return len(re.sub(r" × 10\S+| %| = ", "", sentence).split())
 
 
+@pytest.mark.slow
 def test_every_figure_has_a_short_title_a_caption_and_axes_in_words(drawn):
     wrong = []
     for place, figure in drawn:

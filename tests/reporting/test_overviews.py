@@ -12,7 +12,8 @@ from moescope.reporting.verb import report
 from moescope.weights.verb import scan
 from planted import write_planted
 
-KINDS = ("scan", "trace", "compare", "compress", "merge", "train", "study", "scans")
+TWO = pytest.param("scans", marks=pytest.mark.slow)
+KINDS = ("scan", "trace", "compare", "compress", "merge", "train", "study", TWO)
 # where a link leads: whether the present state shows all that it names
 ARRIVED = """() => {
   const state = M.state.get();

@@ -261,6 +261,7 @@ def test_without_plotly_the_report_is_one_line_that_names_the_remedy(planted_run
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.slow
 def test_a_run_from_before_chance_levels_were_recorded_names_none(planted_run, tmp_path):
     older = tmp_path / "older"
     shutil.copytree(planted_run.path, older)
