@@ -118,11 +118,15 @@ def test_columns_of_the_controls_are_their_mean_and_range_and_who_is_better():
             "role": ["plan"] * 2 + ["control"] * 6,
             "layer": pd.array([0, None] * 4, "Int64"),
             **{name: [0.5, None, 0.2, None, 0.6, None, None, None] for name in PER_LAYER},
+            "loss_above_plan": [None, None, None, 0.2, None, 0.0, None, -0.2],
             "loss_above_plan_low": [None, None, None, 0.1, None, -0.2, None, -0.3],
             "loss_above_plan_high": [None, None, None, 0.3, None, None, None, -0.1],
             **{"bytes": [None, 6] * 4, "bytes_original": [None, 8] * 4},
         }
-    ).astype({"loss_above_plan_low": float, "loss_above_plan_high": float, **dict.fromkeys(PER_LAYER, float)})
+    )
+    ends = ("", "_low", "_high")
+    floats = [*PER_LAYER, *(f"loss_above_plan{end}" for end in ends)]
+    damage = damage.astype(dict.fromkeys(floats, float))
     found = beside_controls(damage).set_index(["method", damage["layer"].isna()])
     row = found.loc[("reap", False)]
     for name in PER_LAYER:

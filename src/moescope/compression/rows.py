@@ -24,7 +24,7 @@ from moescope.compression.pruning import (
 from moescope.compression.tables import PER_LAYER
 from moescope.families import MoeCheckpoint
 from moescope.geometry.pairs import layer_geometry
-from moescope.statistics import FEWEST_DOCUMENTS, TAILS, resampled_sums
+from moescope.statistics import FEWEST_DOCUMENTS, LEVEL, TAILS, resampled_sums
 from moescope.types import Array, Plan
 
 MOST_PAIRS = 32  # compared per layer: matching and decomposing more would take longer than planning
@@ -138,11 +138,30 @@ def beside_controls(damage: pd.DataFrame) -> pd.DataFrame:
             damage[f"{name}_controls{end}"] = plan["layer"].map(levels).astype("float64")
     low, high = damage["loss_above_plan_low"], damage["loss_above_plan_high"]
     unknown = low.isna() | high.isna()
+    judged = (damage["role"] == "control") & ~unknown
+    p = p_of_draws(damage.loc[judged, "loss_above_plan"], (high - low)[judged])
     return damage.assign(
+        p_random=np.where(judged, p, np.nan),
+        beyond_random=judged.astype("boolean").mask(~judged | np.isnan(p)) & (p < LEVEL),
         plan_better=(low > 0).astype("boolean").mask(unknown),
         plan_worse=(high < 0).astype("boolean").mask(unknown),
         bytes_share=(damage["bytes"] / damage["bytes_original"]).astype("float64"),
     )
+
+
+def p_of_draws(above_plan: pd.Series, widths: pd.Series) -> float:
+    """Return the probability that another random draw is as far below the mean of the draws as the plan.
+
+    One-sided, of Student's t with m - 1 degrees of freedom for m draws. The variance is that of the draws,
+    times 1 + 1/m, and that over documents, from the widths of the differences' 95 % intervals. Null for one
+    draw.
+    """
+    m = len(above_plan)
+    if m < 2:
+        return float("nan")
+    over_documents = (widths / (2 * stats.norm.ppf(TAILS[1]))).pow(2).mean()
+    error = np.sqrt(above_plan.var() * (1 + 1 / m) + over_documents)
+    return float(stats.t.sf(above_plan.mean() / error, m - 1)) if error else float("nan")
 
 
 def saliency_rows(

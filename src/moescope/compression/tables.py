@@ -153,6 +153,10 @@ COLUMNS: dict[str, Column] = {
             label=f"{name.replace('_', ' ')}, controls"),
         f"{name}_controls_low": Column("float", "Smallest of the random controls."),
         f"{name}_controls_high": Column("float", "Largest of the random controls.")}.items()},
+    "p_random": Column("float",
+        "Of random controls: probability that another random draw is as far below their mean loss as the plan. "
+        "One-sided Student's t over the draws, with the error over documents.", label="p of a random draw", least=0, most=1),
+    "beyond_random": Column("bool", "Of random controls: whether that is below 0.05, so that the method beats chance."),
     "plan_better": Column("bool", "Of a control: whether the interval of loss_above_plan lies above 0."),
     "plan_worse": Column("bool", "Of a control: whether it lies below 0."),
     "bytes_share": Column("float", "bytes as a share of bytes_original.", label="share of the bytes", least=0, most=1,
@@ -183,7 +187,7 @@ TABLES = define_tables(COLUMNS,
          "js_above_plan", "js_above_plan_low", "js_above_plan_high",
          "judged_documents", "bytes", "bytes_original", "role",
          *(f"{name}_controls{end}" for name in PER_LAYER for end in ("", "_low", "_high")),
-         "plan_better", "plan_worse", "bytes_share"),
+         "p_random", "beyond_random", "plan_better", "plan_worse", "bytes_share"),
         optional=("layer",), whole={"layer": None}),
 )
 # fmt: on
