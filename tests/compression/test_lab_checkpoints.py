@@ -115,6 +115,8 @@ def test_the_compressed_checkpoint_is_a_lab_model_of_the_kept_experts_and_biases
     before, after = load_model(place / "model")[0], load_model(place / "small")[0]
     plan, _ = read_plan(run.path)
     assert after.config.experts == 4
+    stored = json.loads((place / "small" / "config.json").read_text())
+    assert (stored["num_experts"], stored["moescope_lab"]["experts"]) == (4, 4), "one number of experts"
     assert {layer.layer for layer in plan.layers} == {0, 1, 2}
     for layer in plan.layers:
         kept, old, new = list(layer.dominants), before.blocks[layer.layer].mlp, after.blocks[layer.layer].mlp

@@ -10,7 +10,10 @@ from moescope.families.reading import MoeCheckpoint, config_value, text_config, 
 
 GROUPS, CHOSEN_GROUPS = ("n_group", "num_expert_group"), ("topk_group",)
 # Some configs repeat a number under a second name; transformers reads either.
-COUNT_ALIASES = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+COUNT_ALIASES = (
+    *("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"),
+    "moescope_lab.experts",  # what a model of the lab was trained with
+)
 TOP_K_ALIASES = ("num_experts_per_tok", "num_experts_per_token", "experts_per_token", "moe_topk", "moe_k")
 EXTRA_HEADS = ("num_nextn_predict_layers", "num_mtp_layers", "mtp_num_hidden_layers")
 
