@@ -139,6 +139,14 @@ PICTURES = [
         part="trace",
     ),
     Picture(
+        "routing-ribbon.webp",
+        "A text, token by token",
+        "The first expert of every token and layer, and how many experts a token shares with the previous one.",
+        "runs/demo",
+        "routing_ribbon",
+        part="trace",
+    ),
+    Picture(
         "loss.webp",
         "Training curves",
         "Loss of the shipped model in training, beside uniform and unigram baselines.",

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
-from moescope.plotting.marks import QUANTITY, Bars, Grid, Lines, Matrix, Scatter, define_figures
+from typing import Any
+
+from moescope.plotting.marks import QUANTITY, Bars, Grid, Lines, Matrix, Scatter, define_figures, points
+from moescope.plotting.style import CATEGORICAL, CATEGORIES, base_layout, counted, grey_line, number
+from moescope.reporting.untrusted import plot_words, token_words
 from moescope.routing.metrics import DIAGNOSTICS
 from moescope.routing.tables import TABLES
+from moescope.verb import Drawable, Figure, FigureSpec, Slider, Tables, Trace
 
 BALANCE = ("cv", "gate_weight_cv", "max_violation", "gate_weight_max_violation", "gini", "gate_weight_gini", "load_entropy_share",
            "gate_weight_load_entropy_share", "load_balancing_loss", "unused", "dropped")  # fmt: skip
@@ -18,6 +23,63 @@ SPECIALISATION = (
 SEPARATION_OF = ("expert_overlap", "gram_orthogonality", "router_similarity_abs", "router_similarity_max")
 CAPACITY = "metric != 'dropped' or value > 0"  # slots are left empty only where capacity is limited
 MAP_DETAILS = "Size: load; colour: domain of highest affinity. Axes have no unit, and layers cannot be compared. PCA preserves large distances, t-SNE and UMAP neighbourhoods; gaps between their groups mean little."  # fmt: skip
+BAR = {"thickness": 12, "outlinewidth": 0, "len": 0.8, "y": 1, "yanchor": "top"}  # the colours of experts
+LONGEST_TOKEN = 16  # letters of a token on an axis
+
+
+def routing_ribbon(tables: Tables) -> Figure:
+    """The first expert of every token and layer along a text, and the experts shared with the token before."""
+    data: list[Trace] = []
+    names, captions, layouts = [], [], []
+    n = len(CATEGORICAL)
+    more = " …" if tables["ribbon"]["expert"].max() >= n else ""
+    steps = [[place, color] for i, color in enumerate(CATEGORICAL) for place in (i / n, (i + 1) / n)]
+    for (document, domain), rows in tables["ribbon"].groupby(["document", "domain"]):
+        tokens = rows.drop_duplicates("position").sort_values("position")
+        words = map(token_words, tokens["token"], tokens["token_id"])
+        cut = [plot_words(word.replace("⏎\n", "⏎"))[:LONGEST_TOKEN] for word in words]
+        at = [f"{position} {word}" for position, word in zip(tokens["position"], cut, strict=True)]
+        experts = rows.pivot(index="layer", columns="position", values="expert").astype(float)
+        ribbon: Trace = {"type": "heatmap", "x": at, "y": [str(layer) for layer in experts.index]}
+        ribbon |= {"z": experts.to_numpy() % n, "zmin": -0.5, "zmax": n - 0.5, "colorscale": steps}
+        ribbon |= {"customdata": experts.to_numpy(), "meta": {"categories": True}}
+        ribbon["colorbar"] = {"title": {"text": "expert", "side": "top"}, "tickvals": [*range(n)], **BAR}
+        ribbon["colorbar"]["ticktext"] = [f"{i}{more}" for i in range(n)]
+        ribbon["hovertemplate"] = "%{x}<br>layer %{y}<br>expert %{customdata}<extra></extra>"
+        line = {"line": {"color": CATEGORICAL[0], "width": 1, "shape": "hvh"}, "fill": "tozeroy"}
+        hover = "%{x}<br>%{y:.2f} of its experts<extra></extra>"
+        column = TABLES["ribbon"].quantity("shared")
+        shared = points(
+            "shared with the previous token", at, tokens["shared"], "lines", **line, hovertemplate=hover
+        )
+        level = grey_line(at, tokens["shared_chance"].to_numpy(), column.chance_label)
+        data += [ribbon, {**shared, "yaxis": "y2"}, {**level, "yaxis": "y2"}]
+        axes: dict[str, Any] = {
+            "xaxis": {**CATEGORIES, "anchor": "y2", "nticks": 12},
+            "yaxis": {**CATEGORIES, "autorange": "reversed", "domain": [0.27, 1], "automargin": True},
+            "yaxis2": {"title": {"text": "shared"}, "range": [0, 1], "domain": [0, 0.2], "tickvals": [0, 1]},
+        }
+        layouts.append(base_layout("token", "layer", **axes))
+        mean, chance = tokens["shared"].mean(), tokens["shared_chance"].mean()
+        names.append(f"{document}, {domain}")
+        captions.append(
+            f"{counted(len(tokens), 'token')} of document {document} ({domain}): a token shares {number(mean)} of its "
+            f"experts with the previous one ({column.chance_label}: {number(chance)})."
+        )
+    return Figure(
+        "routing_ribbon",
+        "First expert of every token and layer",
+        captions[0],
+        ("ribbon.expert", "shared"),
+        data,
+        layouts[0],
+        Slider("document", names, 0, 3, captions, layouts),
+        max(300, min(150 + 16 * tables["ribbon"]["layer"].nunique(), 640)),
+        f"Colour: the expert with the largest gate; experts {n} apart share a colour. Drag to zoom until words "
+        "can be read, double-click to go back. Below: share of a token's experts that the previous token chose too.",
+    )
+
+
 # fmt: off
 LOAD = define_figures(TABLES,
     Grid("load_map", "load_totals", z="times_even", ring="claimed", wide=True, title="Load per layer and expert", was={"load_heatmap": ""},
@@ -33,6 +95,7 @@ DECISION = define_figures(TABLES,
         was={"routing_entropy_by_layer": "routing_entropy", "confidence_by_layer": "confidence", "selection_margin_by_layer": "selection_margin", "z_loss_by_layer": "z_loss"}),
     Lines("sequence_by_layer", "routing_layers", y=("sequential_consistency", "adjacent_jaccard"), title="Routing shared with the previous token"),
 )
+RIBBON: list[Drawable] = [FigureSpec("routing_ribbon", ("ribbon",), routing_ribbon, wide=True)]
 SEPARATION = define_figures(TABLES,
     Grid("coactivation_heatmap", "coactivation", z="over", x="expert_a", y="expert_b", order="place_a", pages="layer", title="Co-activation of expert pairs", details="From 32 experts on, co-activated experts stand side by side."),
     Lines("separation_by_layer", "routing_layers", y=SEPARATION_OF, pages=QUANTITY, title="Separation of experts by layer",
@@ -63,5 +126,5 @@ TRAINING = define_figures(TABLES,
         details="A router that the loss of the text does not reach learns nothing from it."),
 )
 # fmt: on
-FIGURES = [*LOAD, *DECISION, *SEPARATION, *MAPS, *SPECIALISED, *STEPS]  # of a trace
+FIGURES: list[Drawable] = [*LOAD, *DECISION, *RIBBON, *SEPARATION, *MAPS, *SPECIALISED, *STEPS]  # of a trace
 MONITORED = [*STEPS[:2], *TRAINING]

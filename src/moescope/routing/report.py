@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import pandas as pd
 
-from moescope.plotting.marks import Mark, flags
+from moescope.plotting.marks import flags
 from moescope.plotting.style import capital, counted, listed, named_layers, number, values_of
 from moescope.reporting.findings import Number, Said, key_numbers, say_all
 from moescope.reporting.pack import plain_table
 from moescope.reporting.views import drawable, shown_table
-from moescope.routing.figures import DECISION, LOAD, MAPS, SEPARATION, SPECIALISED, STEPS
+from moescope.routing.figures import DECISION, LOAD, MAPS, RIBBON, SEPARATION, SPECIALISED, STEPS
 from moescope.routing.report_views import (
     COACTIVATED,
     CONTEXTS,
@@ -34,6 +34,7 @@ from moescope.routing.report_views import (
 from moescope.routing.tables import TABLES
 from moescope.run import Run
 from moescope.verb import (
+    Drawable,
     Finding,
     LayerCards,
     Measure,
@@ -165,7 +166,7 @@ def text_notice(trace: TraceTables) -> str:
 # --- sections
 
 # anchor, heading, figures, introduction, why the first figure may be missing
-SECTIONS: list[tuple[str, str, list[Mark], str, str]] = [
+SECTIONS: list[tuple[str, str, Sequence[Drawable], str, str]] = [
     (
         "load",
         "Load balance",
@@ -178,7 +179,7 @@ SECTIONS: list[tuple[str, str, list[Mark], str, str]] = [
     (
         "decisions",
         "Routing decisions",
-        DECISION,
+        [*DECISION, *RIBBON],
         "How certain the router is per token. A uniform router has entropy log n; a collapsed one gives "
         "every token the same answer.",
         "this trace holds no logits",

@@ -17,7 +17,7 @@ from moescope.run import Run
 from moescope.tables import FEWEST_DOCUMENTS, wrong_column
 from moescope.verb import Section, Tables
 
-SINGLE_TOKENS = ("tokens", "token_text")  # may be larger than memory; only the part that is shown is read
+SINGLE_TOKENS = ("tokens", "token_text", "ribbon")  # of --save-tokens; the first may be larger than memory
 NEEDED = tuple(name for name in TRACE_TABLES if name not in SINGLE_TOKENS)
 STEPS_SHOWN = 4  # steps of a run with a view each; figures over steps hold all
 LARGE = 2000  # experts in all layers from which on only the first and last step have a view
@@ -94,7 +94,7 @@ def load_trace(run: Run) -> TraceTables:
     """Read a trace's tables; a missing one or an empty trace is rejected with an error."""
     if missing := [name for name in NEEDED if name not in run.tables]:
         raise BadInput(f"{run.path}: table {', '.join(missing)} is missing; trace again with --overwrite")
-    tables = {name: run.table(name) for name in NEEDED}
+    tables = {name: run.table(name) for name in (*NEEDED, *({"ribbon"} & set(run.tables)))}
     for name, frame in tables.items():
         shown = [column for column in ("domain", "main_domain") if column in frame]
         tables[name] = frame.assign(**{column: frame[column].map(plot_words, "ignore") for column in shown})

@@ -242,6 +242,7 @@ def trace_step(
 def finish(writer: RunWriter, steps: list[int], save_tokens: bool, warnings: list[str]) -> Run:
     """Join the tables of all steps, compare the steps with each other, and close the run."""
     from moescope.routing.counts_to_tables import STEP_TABLES
+    from moescope.routing.ribbon import ribbon_rows
     from moescope.routing.stability import stability_table
 
     with writer.timed("join"):
@@ -256,6 +257,9 @@ def finish(writer: RunWriter, steps: list[int], save_tokens: bool, warnings: lis
         if save_tokens:
             writer.join_streamed("tokens")
             frames["token_text"] = writer.joined("token_text").drop_duplicates("token_id")
+            words = frames["token_text"].set_index("token_id")["token"].to_dict()
+            tokens = writer.path / "tokens.parquet"
+            frames["ribbon"] = ribbon_rows(tokens, setups, frames["load_totals"], words)
     lines = dict.fromkeys(line for setup in setups for line in setup.pop("warnings"))
     coverage = [setup["coverage"] for setup in setups]
     writer.save_info(setup=setups, warnings=[*lines, *warnings], coverage=coverage)

@@ -23,6 +23,7 @@ from moescope.routing.collectors import token_rows
 from moescope.routing.counts import SUMS, Counts, LayerCounts
 from moescope.routing.counts_to_tables import Corpus, Traced
 from moescope.routing.expert_maps import map_methods
+from moescope.routing.ribbon import ribbon_rows
 from moescope.routing.stability import stability_table
 from moescope.routing.tables import TRACE_TABLES
 from moescope.routing.token_sample import Sample
@@ -95,7 +96,9 @@ def trace_recorded(verb: Verb, given: dict[str, Any]) -> Run:
             if not traced.has_tokens:
                 raise BadInput(f"{file}: holds counts, no single tokens; leave --save-tokens out")
             with writer.timed("tokens"):
-                write_tokens(writer.path / "tokens.parquet", stretches, traced.layer_names, shape)
+                tokens = writer.path / "tokens.parquet"
+                write_tokens(tokens, stretches, traced.layer_names, shape)
+                frames["ribbon"] = ribbon_rows(tokens, [traced.facts()], frames["load_totals"], {})
         setup = {"step": 0, **traced.facts()}
         held = {
             "decision metrics (a trace holds no logits)": False,

@@ -80,6 +80,7 @@ M.versus = (() => {
   // The figure with the other run in it; alone where the two cannot share one.
   function together(figure, other, section) {
     if (!other) return against(section) === null ? figure : alone(figure);
+    if (figure.data.some((trace) => trace.meta?.categories)) return alone(figure); // no number: nothing to subtract
     if (figure.data.some((trace) => trace.type === "heatmap")) {
       const maps = (all) => (figure.slider ? all : all.filter((trace) => trace.type === "heatmap")); // rings are of one run
       const [own, its] = [maps(figure.data), maps(other.data)];
