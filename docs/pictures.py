@@ -141,7 +141,7 @@ PICTURES = [
     Picture(
         "routing-ribbon.webp",
         "A text, token by token",
-        "The first expert of every token and layer, and how many experts a token shares with the previous one.",
+        "The first expert of every token and layer; below, the experts shared with the previous token.",
         "runs/demo",
         "routing_ribbon",
         part="trace",
