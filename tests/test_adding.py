@@ -378,7 +378,7 @@ def test_a_finding_is_one_line(copy, tmp_path):
 def test_a_column_is_its_description_its_place_and_its_value(copy, tmp_path):
     described = '"load_totals.shortfall": Column("float", "Tokens below an even share.", chance=0, least=0)'
     copy.add_line("routing/tables.py", "COLUMNS", described)
-    copy.replace("routing/tables.py", '"busiest_limit")),', '"busiest_limit", "shortfall")),')
+    copy.replace("routing/tables.py", '"load_at_collapse")),', '"load_at_collapse", "shortfall")),')
     value = '"unused": load_E == 0,'
     new = f'{value} "shortfall": np.maximum(even - load_E, 0),'
     copy.replace("routing/counts_to_tables.py", value, new)
