@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import platform
@@ -37,6 +38,7 @@ from moescope.tables import (
     arrow_schema,
     conform,
     damaged_field,
+    opened_parquet,
     read_parquet,
     shape_of,
 )
@@ -138,18 +140,33 @@ class Run:
         joined = self.path / f"{name}.parquet"
         return [joined] if joined.exists() else task_files(self.path, name)
 
+    def intact_files(self, name: str) -> list[Path]:
+        """Return the files of a table; without as many rows as were written, an error before any is read."""
+        files, found = self.files(name), 0
+        for file in files:
+            with opened_parquet(file) as opened:
+                found += opened.metadata.num_rows
+        written = self.info.get("rows", {}).get(name)
+        if self.info.get("status") == "done" and written not in (None, found):
+            lost = f"{found:,} rows, {written:,} were written"
+            raise BadInput(f"{files[0]}: {lost}; run its command again with --overwrite")
+        return files
+
+    def identity(self, role: str) -> dict[str, Any]:
+        """Return what tells this run, as the input of another one, from a damaged or a newer one."""
+        digest = hashlib.sha256()
+        for file in (file for name in self.tables for file in self.files(name)):
+            with file.open("rb") as opened:
+                digest.update(hashlib.file_digest(opened, "sha256").digest())
+        return {"role": role, "path": str(self.path.resolve()), "content": digest.hexdigest()}
+
     def table(self, name: str) -> pd.DataFrame:
         """Return a table as a pandas frame, keys first."""
         if name not in self.tables:
             raise unknown_name(f"table in {self.path}", name, self.tables)
         import pandas as pd
 
-        table, files = self.verb.tables[name], self.files(name)
-        frames = [read_parquet(str(file), table) for file in files]
-        found, written = sum(map(len, frames)), self.info.get("rows", {}).get(name)
-        if self.info.get("status") == "done" and written not in (None, found):
-            lost = f"{found:,} rows, {written:,} were written"
-            raise BadInput(f"{files[0]}: {lost}; run its command again with --overwrite")
+        frames = [read_parquet(str(file), self.verb.tables[name]) for file in self.intact_files(name)]
         return frames[0] if len(frames) == 1 else pd.concat(frames, ignore_index=True)
 
     def tidy(self) -> None:

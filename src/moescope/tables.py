@@ -6,19 +6,23 @@ Each subject defines its tables in its own `tables.py`; the columns that several
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import KW_ONLY, dataclass, field, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from moescope.errors import BadInput
+from moescope.errors import BadInput, one_line, reject_if
 
 if TYPE_CHECKING:
     import pandas as pd
     import pyarrow as pa
+    import pyarrow.parquet as pq
 
 SCHEMA_VERSION = 2
 FEWEST_DOCUMENTS = 20  # of an interval over documents: with fewer its columns are empty
 COLUMNS = b"moescope.columns"  # of a parquet file's metadata: the columns that it was written with
+MOST_VALUES, VALUES_READ = 50, 10**8  # of a parquet file: per byte, and how many are read anyway
 
 Reference = str | float | None  # a column's name, or a number
 
@@ -219,12 +223,8 @@ def read_parquet(path: str, table: Table | None = None) -> pd.DataFrame:
     With `table` also a file that has lost one of its columns, or has one of another type. Columns that did
     not exist when the file was written are null.
     """
-    import pyarrow as pa
-    import pyarrow.parquet as pq
-
-    again = "run its command again with --overwrite"
-    try:
-        arrow = pq.read_table(os.path.abspath(path))  # "s3:x" looks like a URL
+    with opened_parquet(path) as opened:
+        arrow = opened.read()
         written = (arrow.schema.metadata or {}).get(b"moescope.schema_version", b"none").decode()
         if written != str(SCHEMA_VERSION):
             raise BadInput(
@@ -232,12 +232,25 @@ def read_parquet(path: str, table: Table | None = None) -> pd.DataFrame:
                 "run its command again"
             )
         if wrong := wrong_column(arrow.schema, table):
-            raise BadInput(f"{path}: column {wrong}; {again}")
+            raise BadInput(f"{path}: column {wrong}; run its command again with --overwrite")
         frame: pd.DataFrame = arrow.to_pandas()
-    except (pa.ArrowException, OSError, ValueError, TypeError) as error:
-        why = (str(error).splitlines() or [type(error).__name__])[0]
-        raise BadInput(f"{path}: damaged parquet file ({why}); {again}") from None
     return frame if table is None else frame.reindex(columns=list(table.columns))
+
+
+@contextmanager
+def opened_parquet(path: str | Path) -> Iterator[pq.ParquetFile]:
+    """Open a parquet file; a damaged one is an error, and one whose values are far more than its bytes."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    kinds = (pa.ArrowException, OSError, ValueError, TypeError, KeyError)
+    damaged = one_line(f"{path}: damaged parquet file", "run its command again with --overwrite", kinds)
+    with damaged, pq.ParquetFile(os.path.abspath(path)) as opened:  # "s3:x" looks like a URL
+        groups = [opened.metadata.row_group(at) for at in range(opened.num_row_groups)]
+        values = sum(group.column(at).num_values for group in groups for at in range(group.num_columns))
+        most = max(VALUES_READ, MOST_VALUES * os.path.getsize(path))
+        reject_if(values > most, f"{path}: {values:,} values in a file of few bytes; write it again")
+        yield opened
 
 
 def wrong_column(schema: pa.Schema, table: Table | None) -> str | None:

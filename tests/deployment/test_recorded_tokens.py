@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 from pathlib import Path
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
 import moescope
 from deployment.deployment_runs import write_trace
-from deployment.plain_caches import replay_lru
+from deployment.plain_caches import random_tokens, replay_lru
 from moescope.deployment.prefetch import prefetch_table
 from moescope.deployment.tokens import Split, read_tokens
 from moescope.errors import BadInput
 from moescope.routing.tables import TRACE_TABLES
 from moescope.run import write_table
+from moescope.tables import arrow_schema
 
 QWEN3 = Path(__file__).parents[2] / "docs" / "data" / "qwen3_30b_a3b.route.csv.gz"
 
@@ -58,6 +62,45 @@ def test_a_trace_in_which_no_token_has_an_expert_is_rejected(tmp_path):
     write_table(TRACE_TABLES["tokens"], frame, run.path / "tokens.parquet")
     with pytest.raises(BadInput, match="no token chose an expert"):
         moescope.deploy(run, slots="2", out=tmp_path / "deployed", quiet=True)
+
+
+def damage_rows(frame, how):
+    experts = frame.at[3, "experts"].copy()
+    if how == "half":
+        return frame.iloc[::2]
+    if how == "row":
+        frame.loc[3, ["document", "position", "layer"]] = frame.loc[2, ["document", "position", "layer"]]
+    else:
+        experts[0] = {"expert": 65_539, "negative": -2, "repeated": experts[1]}[how]
+        frame.at[3, "experts"] = experts
+    return frame
+
+
+@pytest.mark.parametrize(
+    ("how", "words"),
+    [
+        ("half", "12 rows, 24 were written"),
+        ("row", "a token twice in a layer"),
+        ("expert", "has 4 experts, and a token names"),
+        ("negative", "has 4 experts, and a token names"),
+        ("repeated", "has 4 experts, and a token names"),
+    ],
+)
+def test_tokens_that_were_changed_after_they_were_written_are_rejected_by_every_reader(tmp_path, how, words):
+    generator = np.random.default_rng(0)
+    chosen_LTK = [random_tokens(generator, 12, 2, 4) for _ in range(2)]
+    run, other = (write_trace(tmp_path / name, chosen_LTK, np.arange(12) // 4, 4) for name in "ab")
+    deployed = moescope.deploy(run, out=tmp_path / "deployed", quiet=True)
+    assert moescope.deploy(run, out=tmp_path / "deployed", quiet=True).info == deployed.info
+    table = pa.Table.from_pandas(damage_rows(run.table("tokens"), how), arrow_schema(TRACE_TABLES["tokens"]))
+    pq.write_table(table, run.path / "tokens.parquet")
+    with pytest.raises(BadInput, match=words):  # not: already complete
+        moescope.deploy(run, out=tmp_path / "deployed", quiet=True)
+    for read in (moescope.deploy, partial(moescope.compare, other.path)):
+        with pytest.raises(BadInput, match=words) as caught:
+            read(run.path, out=tmp_path / "again", quiet=True)
+        assert str(run.path / "tokens.parquet") in str(caught.value)
+        assert not (tmp_path / "again").exists()
 
 
 @pytest.mark.slow

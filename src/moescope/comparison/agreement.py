@@ -43,7 +43,7 @@ def agreement_table(runs: list[Run], seed: int) -> tuple[pd.DataFrame, list[str]
     rows = [[list(reader.layers).index(layer) for layer in layers] for reader in readers]
     tokens = [at[prefix_T] for at in places]
     choices = [
-        reader.lists("experts", -1, np.int16, width)[of_layers][:, at]
+        reader.choices("experts", width)[of_layers][:, at]
         for reader, of_layers, at in zip(readers, rows, tokens, strict=True)
     ]
     gates = readers[0].lists("gates", np.nan, np.float32, width)[rows[0]][:, tokens[0]]

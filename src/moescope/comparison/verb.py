@@ -280,10 +280,7 @@ def compare_traces(a: str | Path | Run, b: str | Path | Run, given: dict[str, An
         "checkpoints": [
             {"role": role, **item} for role, run in roles for item in run.info.get("checkpoints", [])
         ],
-        "runs": [
-            {"role": role, "path": str(run.path.resolve()), "finished": run.info.get("finished")}
-            for role, run in roles
-        ],
+        "runs": [run.identity(role) for role, run in roles],
     }
     folder, done = place_run(VERB, given["out"], runs[0].name, identity, overwrite)
     if folder.resolve() in [run.path.resolve() for run in runs]:

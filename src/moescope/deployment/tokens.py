@@ -11,18 +11,18 @@ from typing import Any, NamedTuple, TypeVar
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
-import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
 from moescope.engine import LocalEngine, ProcessEngine
-from moescope.errors import BadInput
+from moescope.errors import BadInput, reject_if
 from moescope.run import Run
 from moescope.statistics import BUCKETS
-from moescope.tables import wrong_column
+from moescope.tables import opened_parquet, wrong_column
 from moescope.types import Array, Integers
 
 Mask = NDArray[np.bool_]
 MOST_EXPERTS = 4096
+AGAIN = "repeat its trace with --overwrite"
 
 
 @dataclass(frozen=True)
@@ -150,9 +150,8 @@ class TokenReader:
             if inner is not None and "tokens" in inner.tables:
                 remedy = inner.path
             raise BadInput(f"{run.path}: holds no tokens table; give {remedy}")
-        self.run, self.path = run, run.files("tokens")[0]
-        with self.named_errors():
-            self.table = pq.ParquetFile(self.path.absolute())
+        self.run, self.path = run, run.intact_files("tokens")[0]
+        with self.opened():
             if wrong := wrong_column(self.table.schema_arrow, run.verb.tables["tokens"]):
                 raise ValueError(f"column {wrong}")
             kinds = set()
@@ -168,23 +167,20 @@ class TokenReader:
         self.keys_T, self.width = np.zeros(0, dtype=np.int64), 1
         names = {"layer": "layer_name", "document": "domain"}
         found: dict[str, dict[int, str]] = {key: {} for key in names}
-        with self.named_errors():
+        with self.opened():
             for part in self.selected([*names, *names.values(), "position", "experts"]):
                 self.keys_T = np.union1d(self.keys_T, token_keys(part))
                 for key, name in names.items():
                     found[key] |= dict(distinct(part, key, name))
                 self.width = max(self.width, longest(part["experts"]))
         self.layers, self.domains = dict(sorted(found["layer"].items())), found["document"]
+        stated = run.table("routing_layers").groupby("layer")["n_experts"].max().fillna(0)
+        self.n_experts = [int(stated.get(layer, 0)) for layer in self.layers]
 
     @contextmanager
-    def named_errors(self) -> Iterator[None]:
-        try:
+    def opened(self) -> Iterator[None]:
+        with opened_parquet(self.path) as self.table:
             yield
-        except (pa.ArrowException, OSError, ValueError, KeyError, TypeError) as error:
-            why = (str(error).splitlines() or [type(error).__name__])[0]
-            raise BadInput(
-                f"{self.path}: cannot be read ({why}); repeat its trace with --overwrite"
-            ) from None
 
     def row_groups(self, columns: list[str]) -> Iterator[pa.Table]:
         return (self.table.read_row_group(at, columns) for at in range(self.table.num_row_groups))
@@ -197,34 +193,64 @@ class TokenReader:
     def longest_list(self, column: str) -> int:
         """Length of a column's longest list; 0 where the trace has none."""
         parts = self.selected([column]) if column in self.table.schema_arrow.names else ()
-        with self.named_errors():
+        with self.opened():
             return max((longest(part[column]) for part in parts), default=0)
 
-    def scatter(self, column: str, values_LTX: NDArray[Any], read: Callable[[Any], Any]) -> NDArray[Any]:
-        """Write a column's values at their layer and token."""
-        layers = np.array(list(self.layers))
-        with self.named_errors():
+    def scatter(
+        self, column: str, values_LTX: NDArray[Any], read: Callable[[Any, Integers], Any]
+    ) -> NDArray[Any]:
+        """Write a column's values, read of their rows and the rows' layers, at their layer and token."""
+        layers, n_rows = np.array(list(self.layers)), 0
+        there_LT = np.zeros(values_LTX.shape[:2], dtype=bool)
+        with self.opened():
             for part in self.selected(["document", "position", "layer", column]):
                 rows = np.searchsorted(layers, part["layer"].to_numpy())
-                values_LTX[rows, np.searchsorted(self.keys_T, token_keys(part))] = read(part[column])
+                place = rows, np.searchsorted(self.keys_T, token_keys(part))
+                values_LTX[place] = read(part[column], rows)
+                there_LT[place], n_rows = True, n_rows + len(rows)
+            reject_if(n_rows > there_LT.sum(), f"{self.path}: a token twice in a layer; {AGAIN}")
         return values_LTX
 
     def lists(self, column: str, filler: float, dtype: Any, width: int | None = None) -> NDArray[Any]:
         """Return a column of lists as [layers, tokens, slots]."""
         width = width or self.width
         empty_LTK = np.full((len(self.layers), len(self.keys_T), width), filler, dtype=dtype)
-        return self.scatter(column, empty_LTK, lambda lists: padded_lists(lists, width, filler, dtype))
+        return self.scatter(column, empty_LTK, lambda lists, _: padded_lists(lists, width, filler, dtype))
+
+    def choices(self, column: str, width: int | None = None) -> NDArray[np.int16]:
+        """Return a column of experts as [layers, tokens, slots].
+
+        Experts that a layer does not have, and one that a token names twice in a layer, are errors.
+        """
+        slots = width or self.longest_list(column)
+
+        def read(lists: Any, layer_R: Integers) -> Integers:
+            chosen_RK = padded_lists(lists, slots, -1, np.int64)
+            ordered_RK = np.sort(chosen_RK)
+            stated_R = np.array(self.n_experts)[layer_R]
+            twice_RK = (ordered_RK[:, 1:] == ordered_RK[:, :-1]) & (ordered_RK[:, 1:] >= 0)
+            unknown_R = (ordered_RK[:, 0] < -1) | (ordered_RK[:, -1] >= stated_R) | (stated_R > MOST_EXPERTS)
+            wrong_R = unknown_R | twice_RK.any(1)
+            if wrong_R.any():
+                at = int(wrong_R.argmax())
+                layer, names = list(self.layers)[layer_R[at]], chosen_RK[at].tolist()
+                wrong = f"layer {layer} has {stated_R[at]} experts, and a token names {names}"
+                raise BadInput(f"{self.path}: {wrong}; {AGAIN}")
+            return chosen_RK
+
+        shape = len(self.layers), len(self.keys_T), slots
+        return self.scatter(column, np.full(shape, -1, dtype=np.int16), read)
 
     def numbers(self, column: str) -> Array:
         """Return a column of numbers as [layers, tokens]; NaN where there is none."""
         empty_LT = np.full((len(self.layers), len(self.keys_T)), np.nan)
         known = column in self.table.schema_arrow.names
-        return self.scatter(column, empty_LT, lambda values: values.to_numpy()) if known else empty_LT
+        return self.scatter(column, empty_LT, lambda values, _: values.to_numpy()) if known else empty_LT
 
     def token_ids(self) -> Integers:
         """Return the id of every token, -1 where unknown."""
         ids_T = np.full(len(self.keys_T), -1, dtype=np.int64)
-        with self.named_errors():
+        with self.opened():
             for part in self.selected(["document", "position", "token_id"]):
                 tokens = np.searchsorted(self.keys_T, token_keys(part))
                 ids_T[tokens] = part["token_id"].fill_null(-1).to_numpy()
@@ -234,19 +260,15 @@ class TokenReader:
 def read_tokens(run: Run, phase: str | None) -> TokenTrace:
     """Read the experts of every token of a trace."""
     reader = TokenReader(run, phase)
-    chosen_LTK = reader.lists("experts", -1, np.int16)
+    chosen_LTK = reader.choices("experts", reader.width)
     if (chosen_LTK < 0).all():
-        raise BadInput(f"{reader.path}: no token chose an expert; repeat its trace with --overwrite")
-    width = reader.longest_list("probed")
-    probed_LTX = reader.lists("probed", -1, np.int16, width) if width else None
-    experts = experts_of(reader, chosen_LTK)
-    if probed_LTX is not None:
-        experts_of(reader, probed_LTX)
+        raise BadInput(f"{reader.path}: no token chose an expert; {AGAIN}")
+    probed_LTX = reader.choices("probed") if reader.longest_list("probed") else None
     documents, document_T = np.unique(reader.keys_T >> 32, return_inverse=True)
     domain_D = [reader.domains[int(number)] or "" for number in documents]
     names = [name or f"layer {number}" for number, name in reader.layers.items()]
     text = chosen_LTK, document_T, domain_D, reader.phase, reader.step
-    return TokenTrace(list(reader.layers), names, experts, *text, probed_LTX)
+    return TokenTrace(list(reader.layers), names, reader.n_experts, *text, probed_LTX)
 
 
 def distinct(part: pa.Table, *columns: str) -> list[tuple[Any, ...]]:
@@ -266,7 +288,10 @@ def token_keys(part: pa.Table) -> Integers:
 
 
 def longest(lists: Any) -> int:
-    return pc.max(pc.list_value_length(lists)).as_py() or 0
+    length = pc.max(pc.list_value_length(lists)).as_py() or 0
+    if length > MOST_EXPERTS:
+        raise ValueError(f"a list of {length:,} values")
+    return length
 
 
 def padded_lists(lists: Any, width: int, filler: float, dtype: Any) -> NDArray[Any]:
@@ -278,17 +303,3 @@ def padded_lists(lists: Any, width: int, filler: float, dtype: Any) -> NDArray[A
     rows = np.full((len(lengths), width), filler, dtype=dtype)
     rows[np.arange(width) < lengths[:, None]] = values
     return rows
-
-
-def experts_of(reader: TokenReader, chosen_LTK: NDArray[np.int16]) -> list[int]:
-    """Return the experts per layer that the trace states; a higher expert number is an error."""
-    rows = reader.run.table("routing_layers").groupby("layer")["n_experts"].max()
-    stated_counts = [int(rows.get(layer, 0)) for layer in reader.layers]
-    for layer, stated, chosen_TK in zip(reader.layers, stated_counts, chosen_LTK, strict=True):
-        highest, most = int(chosen_TK.max(initial=-1)), int((chosen_TK >= 0).sum(-1).max(initial=0))
-        wrong = f"{most} experts for a token, of {stated}" if most > stated else ""
-        if highest >= stated or chosen_TK.min(initial=-1) < -1 or stated > MOST_EXPERTS:
-            wrong = f"expert {highest} of {stated}"
-        if wrong:
-            raise BadInput(f"{reader.path}: layer {layer} names {wrong}; repeat its trace with --overwrite")
-    return stated_counts

@@ -111,9 +111,7 @@ def deploy(
             given, slots=",".join(map(str, given_sizes)), model=moe and moe.checkpoint.header_hash()
         ),
         "checkpoints": traced.info.get("checkpoints", []),
-        "runs": [
-            {"role": "trace", "path": str(traced.path.resolve()), "finished": traced.info.get("finished")}
-        ],
+        "runs": [traced.identity("trace")],
     }
     folder, done = place_run(VERB, out, traced.name.removeprefix("trace-"), identity, overwrite)
     if folder.resolve() == traced.path.resolve():

@@ -14,7 +14,7 @@ from moescope.reporting.pack import plain, table_payload
 from moescope.reporting.untrusted import plot_words, token_words, visible
 from moescope.routing.tables import TABLES, TRACE_TABLES
 from moescope.run import Run
-from moescope.tables import FEWEST_DOCUMENTS, wrong_column
+from moescope.tables import FEWEST_DOCUMENTS, opened_parquet, wrong_column
 from moescope.verb import Section, Tables
 
 SINGLE_TOKENS = ("tokens", "token_text", "ribbon")  # of --save-tokens; the first may be larger than memory
@@ -277,21 +277,18 @@ def text_payload(view: View) -> dict[str, Any] | None:
 
 def read_tokens(view: View) -> tuple[pd.DataFrame, dict[int, int]]:
     """Rows of the tokens table to show, in order, and the number of tokens of each of their documents."""
-    import pyarrow as pa
     import pyarrow.parquet as pq
 
     coverage = view.setup["coverage"]
     wanted = shown_documents(coverage["domains"])
     most = max(int(CHOICES / (len(view.layers) * max(coverage["k"]) * max(len(wanted), 1))), 20)
     every = [("step", "=", view.step), ("document", "in", wanted), ("phase", "=", view.phase)]
-    path = (view.run.path / "tokens.parquet").absolute()
-    try:  # reads only the parts of the file that are needed
+    path = view.run.intact_files("tokens")[0].absolute()
+    with opened_parquet(path):  # reads only the parts of the file that are needed
         places = pq.read_table(path, columns=["document", "position"], filters=every).to_pandas()
         few = [*every, ("position", "<", min(TOKENS_EACH, most))]
         frame = pq.read_table(path, columns=COLUMNS, filters=few).to_pandas()
         wrong = wrong_column(pq.read_schema(path), TRACE_TABLES["tokens"])
-    except (pa.ArrowException, OSError, ValueError, TypeError) as error:
-        wrong = (str(error).splitlines() or [type(error).__name__])[0]
     if wrong:
         raise BadInput(f"{path}: damaged parquet file ({wrong}); run its command again with --overwrite")
     lengths = places.groupby("document")["position"].max() + 1
