@@ -33,8 +33,8 @@ from moescope.lab.study import TASK_TABLES, VERB, current_tables
 from moescope.lab.study_config import Study, read_study
 from moescope.lab.study_statistics import NOT_RUN
 from moescope.lab.tables import TABLES
+from moescope.reporting.page import spelled_out
 from moescope.run import RunWriter, jsonable, package_commit, read_run_json, write_json, write_table
-from moescope.storage import without_absolute_paths
 from moescope.tables import read_parquet
 
 MARGIN = 30  # seconds at the end of a shard, to stop trainings and to write tables
@@ -111,7 +111,7 @@ def pack(folder: Path, target: Path, shared: bool) -> None:
         file = folder / f"{table}.parquet"
         if file.exists() and read_metadata(file).num_rows and not (shared and table == "overhead"):
             shutil.copy(file, run)
-    write_json(run / "run.json", {**without_absolute_paths(info), "anonymous": True})
+    write_json(run / "run.json", spelled_out(info, anonymous=True))
     write_results(results(target.name, run), target / "results.parquet")
 
 

@@ -316,7 +316,7 @@ def blank_page(monkeypatch: pytest.MonkeyPatch) -> None:
     """Reports without content: the page itself takes seconds, and other tests look at it."""
     from moescope.reporting.verb import OWN_MARK
 
-    monkeypatch.setattr("moescope.reporting.page.page_content", lambda runs, more: {})
+    monkeypatch.setattr("moescope.reporting.page.page_content", lambda *given: {})
     monkeypatch.setattr("moescope.reporting.page.render", lambda content: OWN_MARK.decode())
 
 

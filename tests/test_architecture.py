@@ -101,7 +101,7 @@ NOT_A_ROUTER = {
 BUDGETS = {
     "checkpoint": 1204,
     "comparison": 455,
-    "compression": 2243,
+    "compression": 2239,
     "decoder": 1750,
     "demo": 119,
     "deployment": 1334,
@@ -111,7 +111,7 @@ BUDGETS = {
     "intervention": 1569,
     "lab": 4461,
     "plotting": 856,
-    "reporting": 700,
+    "reporting": 704,
     "root": 2045,
     "routing": 3678,
     "spectral": 1244,

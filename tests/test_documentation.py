@@ -29,7 +29,7 @@ COMMAND = re.compile(r"^(moescope|make|pip|uvx|pipx|python|torchrun|\.venv/bin/\
 NOTEBOOKS = sorted((ROOT / "examples").glob("*.ipynb"))
 MOST_SECONDS = 120  # of processor time per notebook
 # What every command takes besides its own options.
-COMMON = {"--help", "--json", "--debug", "--anonymous", "--no-report", "--dry-run", "--version"}
+COMMON = {"--help", "--json", "--debug", "--no-report", "--dry-run", "--version"}
 
 
 @dataclass

@@ -147,7 +147,7 @@ def test_the_next_command_removes_what_a_stop_after_done_left(command, tmp_path,
     with pytest.raises(KeyboardInterrupt):
         scan(model, out=tmp_path / "run", quiet=True)
     monkeypatch.undo()
-    monkeypatch.setattr("moescope.reporting.page.page_content", lambda runs, more: {})
+    monkeypatch.setattr("moescope.reporting.page.page_content", lambda *given: {})
     monkeypatch.setattr("moescope.reporting.page.render", lambda content: OWN_MARK.decode())
     assert json.loads((tmp_path / "run" / "run.json").read_text())["status"] == "done"
     assert any((tmp_path / "run").glob("parts/*/*.parquet"))
@@ -309,37 +309,35 @@ def test_a_run_says_what_machine_and_code_made_it(scanned):
     assert (told["package_commit"] or "") == shown
 
 
-def test_an_anonymous_run_holds_no_absolute_path_and_resumes(tmp_path, monkeypatch):
-    """The run, the runs inside it, the stored command and the page; checked as text."""
-    monkeypatch.chdir(tmp_path)
-    models = [
-        tiny_checkpoint(tmp_path / "secret" / name, layers=1, seed=seed) for seed, name in enumerate("ab")
-    ]
-    words = ["compare", *models, "--out", tmp_path / "secret" / "run", "--anonymous", "--quiet"]
-    attempts = []
-    for _ in range(2):
-        outcome = CliRunner().invoke(app, [str(word) for word in words])
-        assert outcome.exit_code == 0, outcome.exception
-        stored = {file: file.read_text() for file in (tmp_path / "secret" / "run").rglob("run.json")}
-        assert len(stored) == 3
-        for text in stored.values():
-            assert "secret" not in text
-            assert str(tmp_path) not in text
-        attempts.append(stored)
-    assert attempts[0] == attempts[1], "the same command computes nothing"
-    info = json.loads(stored[tmp_path / "secret" / "run" / "run.json"])
-    assert info["command"] == "moescope compare a b --out run --quiet"
-    assert [item["path"] for item in info["checkpoints"]] == ["a", "b"]
-    page = page_text((tmp_path / "secret" / "run" / "report.html").read_text())
-    assert str(tmp_path) not in page
-    assert "secret" not in page
+def strings(value):
+    """Every text of nested dicts and lists, keys among them."""
+    inner = [*value, *value.values()] if isinstance(value, dict) else value if isinstance(value, list) else ()
+    return [value] if isinstance(value, str) else [text for item in inner for text in strings(item)]
 
 
-def test_a_report_can_be_anonymous_where_its_run_is_not(scanned, tmp_path):
-    for words, paths in (([], True), (["--anonymous"], False)):
-        outcome = CliRunner().invoke(app, ["report", str(scanned), "--out", str(tmp_path / "a.html"), *words])
-        assert outcome.exit_code == 0, outcome.exception
-        assert (str(scanned.parent) in page_text((tmp_path / "a.html").read_text())) == paths
+def test_no_text_of_an_anonymous_page_holds_a_path_or_what_cannot_be_seen(scanned, tmp_path):
+    """Of a run whose texts are all paths, commands or sentences with an apostrophe."""
+    run = shutil.copytree(scanned, tmp_path / "secret" / "it's \u202egnp")
+    info = json.loads((run / "run.json").read_text())
+    del info["fields"]
+    place = str(tmp_path / "secret")
+    info["command"] = f"moescope scan {place}/model --set checkpoint={place}/a:{place}/b"
+    info["warnings"] = [f"moescope can't read {place}/a, {place}/b ({place}/c)", f"x={place}/d \u202e"]
+    info["versions"] |= {"more": {"list": [f"{place}/e", ("code=" + place)]}}
+    info["checkpoints"][0]["path"] = f"{place}/It's/model"
+    run_module.write_json(run / "run.json", info)
+    for anonymous in (False, True):
+        html = report(run, out=tmp_path / "a.html", anonymous=anonymous).read_text()
+        texts = strings(json.loads(page_text(html)))
+        assert not [text for text in texts if "\u202e" in text]
+        assert any("[U+202E]" in text for text in texts)
+        assert any(place in text for text in texts) != anonymous
+
+
+def test_the_removed_option_names_what_replaces_it():
+    outcome = CliRunner().invoke(app, ["scan", "model", "--anonymous"])
+    assert outcome.exit_code == 2
+    assert "moescope report RUN --anonymous" in outcome.stderr
 
 
 @pytest.mark.parametrize(
@@ -349,6 +347,8 @@ def test_a_report_can_be_anonymous_where_its_run_is_not(scanned, tmp_path):
         ("/home/me/My Models/x y", "x y"),
         ("code=/home/me/code.txt", "code=code.txt"),
         ("moescope scan '/home/me/My Models/a' --out /tmp/b", "moescope scan a --out b"),
+        ("moescope can't read /home/me/a; give another", "moescope can't read a; give another"),
+        ("layers=0 expert=1:/home/me/a", "layers=0 expert=1:a"),
         ("/home/me/a.txt: no such file; give another", "a.txt: no such file; give another"),
         ("skipped: /home/me/a, /home/me/b (damaged)", "skipped: a, b (damaged)"),
         ("https://host/a/b", "https://host/a/b"),

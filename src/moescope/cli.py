@@ -17,12 +17,13 @@ import typer
 from typer.core import TyperCommand, TyperGroup
 
 from moescope.errors import BadInput, printable, shortened
-from moescope.storage import ANONYMOUS, REPORT
+from moescope.storage import REPORT
 from moescope.verb import Option, Verb, summary_of
 from moescope.verbs import VERBS, load_verb
 
 MORE = "More"
-RETIRED = {  # (verb, removed option) -> what to do instead
+RETIRED = {  # (verb, removed option) -> what to do instead; of any verb where it is empty
+    ("", "--anonymous"): "moescope report RUN --anonymous leaves absolute paths out of a page to pass on",
     ("compress", "--adaptive"): "all layers keep as many experts, since a config has one number",
     ("compress", "--distance"): "hc_smoe clusters by Euclidean distance, weights by L2 after matching",
     ("compress", "--dominant"): "the most used member leads its group",
@@ -30,7 +31,6 @@ RETIRED = {  # (verb, removed option) -> what to do instead
     ("compress", "--sequential"): "layers are merged at once: merging them in sequence showed no clear gain",
     ("compress", "--unsigned"): "neurons are matched with their signs; see compare --match-by unsigned",
     ("demo", "--planted"): "scan the checkpoint that `python tests/planted.py FOLDER` writes",
-    ("inspect", "--anonymous"): "inspect writes nothing",
     ("scan", "--null"): "the shuffle null is always the closed form, the limit of many sampled shuffles",
     ("scan", "--n-shuffles"): "the shuffle null is in closed form and samples nothing",
     ("scan", "--k-star"): "ambiguity is judged at the k of the largest margin; alignment_layers has every k",
@@ -68,12 +68,10 @@ def typer_parameter(option: Option) -> inspect.Parameter:
 def command_of(verb: Verb) -> TyperCommand:
     """Return the subcommand of a verb."""
     parameters = [typer_parameter(option) for option in verb.options]
-    writes = any(option.name == "out" for option in verb.options)  # what may be shared
     flags: tuple[tuple[Any, str, str, str, str | None], ...] = (
         (verb.dry_run, "dry_run", "--dry-run", "Print what would be done and what it takes, and stop.", None),
         (True, "as_json", "--json", "Print the result as JSON.", None),
         (True, "debug", "--debug", "Also print an error's traceback.", MORE),
-        (writes, "anonymous", "--anonymous", "Leave absolute paths out of run.json and the report.", MORE),
         (verb.returns_run, "no_report", "--no-report", "Do not write report.html.", MORE),
     )
     parameters += [
@@ -84,16 +82,12 @@ def command_of(verb: Verb) -> TyperCommand:
 
     def callback(**values: Any) -> None:
         debug = values.pop("debug")
-        if values.pop("anonymous", False):
-            os.environ[ANONYMOUS] = "1"
         try:
             execute(verb, values, debug)
         except BadInput as error:
             if debug:
                 print_traceback(error)
             raise
-        finally:
-            os.environ.pop(ANONYMOUS, None)
 
     callback.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
     callback.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
@@ -252,7 +246,7 @@ def remedy_of(error: Any) -> str:
     name = error.ctx.info_name if error.ctx else None
     if not hasattr(error, "possibilities") or name not in [known for known, _, _ in VERBS]:
         return ""  # not an unknown option
-    if retired := RETIRED.get((name, error.option_name)):
+    if retired := RETIRED.get((name, error.option_name)) or RETIRED.get(("", error.option_name)):
         return f"removed: {retired}"
     return load_verb(name).unknown_option(error.option_name.lstrip("-").replace("-", "_"))
 

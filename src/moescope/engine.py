@@ -36,7 +36,6 @@ from typing import Any, ClassVar, Literal, TypeVar
 
 from moescope.errors import BadInput, unknown_name
 from moescope.processor import count_cores
-from moescope.storage import ANONYMOUS, is_anonymous
 
 EngineName = Literal["local", "ray"]
 RETRIES = 3  # of a task whose worker died; a task too large for its machine must not loop
@@ -350,8 +349,7 @@ def thread_variables() -> dict[str, str]:
 
     set_here = os.environ.get("OPENBLAS_NUM_THREADS") or os.environ.get("OMP_NUM_THREADS")
     openblas = set_here or str(count_cores())
-    variables = {"OMP_NUM_THREADS": str(torch.get_num_threads()), "OPENBLAS_NUM_THREADS": openblas}
-    return {**variables, ANONYMOUS: "1"} if is_anonymous() else variables
+    return {"OMP_NUM_THREADS": str(torch.get_num_threads()), "OPENBLAS_NUM_THREADS": openblas}
 
 
 @contextmanager

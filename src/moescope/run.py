@@ -24,13 +24,11 @@ from moescope.storage import (
     atomic_file,
     atomic_folder,
     check_disk,
-    is_anonymous,
     is_leftover,
     only_writer,
     remove,
     remove_leftovers,
     sync,
-    without_absolute_paths,
 )
 from moescope.tables import (
     SCHEMA_VERSION,
@@ -97,7 +95,7 @@ class Run:
         if (info := read_run_json(path)) is None:
             where = "no such folder" if not path.exists() else "no run.json in it"
             raise BadInput(f"{path}: {where}; give a folder that a moescope command has written")
-        run = cls(path, without_absolute_paths(info) if is_anonymous() else info)
+        run = cls(path, info)
         if info.get("schema_version") != SCHEMA_VERSION:
             command = f": {info['command']}" if info.get("command") else ""
             raise BadInput(
@@ -341,8 +339,6 @@ class RunWriter:
             rows = {name: pq.read_metadata(file).num_rows for name, file in files.items() if file.exists()}
             self.info["rows"] = rows
         self.info["timings"] = {stage: round(seconds, 4) for stage, seconds in self.timings.items()}
-        if is_anonymous() or self.info.get("anonymous"):
-            self.info = {**without_absolute_paths(self.info), "anonymous": True}
         write_json(self.path / "run.json", self.info)
 
     def finish(self, frames: Frames) -> Run:
@@ -479,8 +475,6 @@ def check_folder(folder: Path, identity: dict[str, Any], overwrite: bool) -> boo
 def different_keys(info: dict[str, Any], identity: dict[str, Any]) -> list[str]:
     """Return the keys in which a run differs from an identity; a copy of a checkpoint is the same one."""
     wanted = jsonable(identity)
-    if info.get("anonymous"):
-        wanted = without_absolute_paths(wanted)
     return [key for key in wanted if without_places(info.get(key)) != without_places(wanted[key])]
 
 

@@ -18,7 +18,6 @@ import signal
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
-from typing import Any
 
 from moescope.errors import BadInput, reason
 
@@ -58,26 +57,15 @@ def write_point(creates: bool = False) -> None:
 
 # --- paths in what is written
 
-ABSOLUTE = re.compile(r"(?<![\w.:/~-])(?:/[^/\s'\",;:()\[\]]+){2,}/?")
-ANONYMOUS = "MOESCOPE_ANONYMOUS"  # in the environment, so that worker processes have it too
+ABSOLUTE = re.compile(r"(?<![\w./~-])(?:/[^/\s'\",;:()\[\]]+){2,}/?")
 
 
-def is_anonymous() -> bool:
-    """Return whether absolute paths are left out of run.json and report."""
-    return bool(os.environ.get(ANONYMOUS))
-
-
-def without_absolute_paths(value: Any) -> Any:
-    """Return the value with the last name of every absolute path in its texts."""
-    if isinstance(value, dict):
-        return {key: without_absolute_paths(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [without_absolute_paths(item) for item in value]
-    if isinstance(value, Path):
-        return value.name if value.is_absolute() else value
-    if isinstance(value, str) and value.startswith("moescope "):
-        return shlex.join(map(word_without_path, shlex.split(value)))
-    return word_without_path(value) if isinstance(value, str) else value
+def without_absolute_paths(text: str) -> str:
+    """Return the text with the last name of every absolute path in it."""
+    if text.startswith("moescope "):
+        with suppress(ValueError):  # a sentence with an apostrophe, no command
+            return shlex.join(map(word_without_path, shlex.split(text)))
+    return word_without_path(text)
 
 
 def word_without_path(text: str) -> str:

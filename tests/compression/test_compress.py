@@ -517,15 +517,3 @@ def test_a_text_that_cannot_be_used_is_found_before_the_model_is_loaded(
     with pytest.raises(BadInput, match=words):
         compress(place / "model", keep=2, out=tmp_path / "run", quiet=True, **{option: tmp_path / name})
     assert not (tmp_path / "run").exists()
-
-
-def test_an_anonymous_plan_holds_no_path_and_can_be_applied(place, tmp_path, monkeypatch):
-    monkeypatch.setenv("MOESCOPE_ANONYMOUS", "1")
-    compressed(place, tmp_path / "run", method="random", text=())
-    for file in (tmp_path / "run").glob("*.json"):
-        assert str(place) not in file.read_text(), file.name
-        assert str(tmp_path) not in file.read_text(), file.name
-    assert json.loads((tmp_path / "run" / "plan.json").read_text())["checkpoint"]["path"] == "model"
-    given = {"plan": tmp_path / "run", "apply": tmp_path / "small", "judge": False}
-    compress(place / "model", **given, out=tmp_path / "applied", quiet=True)
-    assert (tmp_path / "small" / "config.json").exists()

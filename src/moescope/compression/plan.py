@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Literal, get_args, get_origin, get_type_h
 
 from moescope.checkpoint import Checkpoint
 from moescope.errors import BadInput, reason
-from moescope.storage import atomic_file, check_disk, is_anonymous, without_absolute_paths
+from moescope.storage import atomic_file, check_disk
 from moescope.types import LayerPlan, Plan
 
 if TYPE_CHECKING:
@@ -99,8 +99,6 @@ def write_plan(folder: Path, plan: Plan, fits: Fits) -> None:
         digest = hashlib.sha256(data).hexdigest()
         write_synced(folder / ARRAYS_FILE, data)
     content = {"moescope_plan": PLAN_VERSION, **asdict(plan), "arrays_sha256": digest}
-    if is_anonymous():
-        content |= {name: without_absolute_paths(content[name]) for name in ("checkpoint", "settings")}
     # one line per layer: fully indented, 128 experts would be 400 lines per layer
     lines = ",\n".join("    " + json.dumps(layer) for layer in content.pop("layers"))
     head = json.dumps({**content, "layers": 0}, indent=2, ensure_ascii=False)

@@ -12,7 +12,7 @@ from moescope.lab.train import VERB as TRAIN
 from moescope.lab.train import clear_training, saved_checkpoints
 from moescope.routing.trace import trace
 from moescope.run import Run, check_folder, clear_run, jsonable, read_run_json, write_json
-from moescope.storage import is_anonymous, only_writer, whole_folder, without_absolute_paths
+from moescope.storage import only_writer, whole_folder
 from moescope.verb import Verb
 from moescope.weights.verb import scan
 
@@ -56,8 +56,7 @@ def shipped_training(folder: Path, overwrite: bool) -> Run:
     states = folder / "checkpoints"
 
     def complete() -> Any:
-        checkpoints = {"checkpoints": jsonable(saved_checkpoints(states))}
-        return {**info, **(without_absolute_paths(checkpoints) if is_anonymous() else checkpoints)}
+        return {**info, "checkpoints": jsonable(saved_checkpoints(states))}
 
     with only_writer(folder, folder / ".lock", "this run", "give another --out"):
         check_folder(folder, identity, overwrite)

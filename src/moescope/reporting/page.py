@@ -20,6 +20,7 @@ from moescope.reporting.joint import joint_sections
 from moescope.reporting.pack import figure_payload, pack_text, packed, plain, script_json
 from moescope.reporting.untrusted import visible
 from moescope.run import Run
+from moescope.storage import without_absolute_paths
 from moescope.tables import Column
 from moescope.verb import (
     Drawable,
@@ -61,7 +62,7 @@ TABS = (
 )
 
 
-def page_content(runs: list[Run], more: Sequence[Section] = ()) -> dict[str, Any]:
+def page_content(runs: list[Run], more: Sequence[Section] = (), anonymous: bool = False) -> dict[str, Any]:
     """Return what the template needs: the page's data, and payloads that are unpacked when needed."""
     page = Page(runs, more)
     overview = page.map_data()
@@ -83,7 +84,9 @@ def page_content(runs: list[Run], more: Sequence[Section] = ()) -> dict[str, Any
         "together": page.together,
         "notices": [{"text": text, "runs": numbers} for text, numbers in page.notices.items()],
     }
-    return {"title": data["title"], "data": script_json(spelled_out(data)), "payloads": page.payloads}
+    data = spelled_out(data, anonymous)
+    payloads = {name: spelled_out(value, anonymous, "\n") for name, value in page.payloads.items()}
+    return {"title": data["title"], "data": script_json(data), "payloads": payloads}
 
 
 @dataclass
@@ -400,14 +403,21 @@ def slug(words: str) -> str:
     return "".join(letter if letter.isalnum() else "_" for letter in words)
 
 
-def spelled_out(value: Any) -> Any:
-    """Return the data with invisible characters of every text spelled out: names are not trusted."""
+def spelled_out(value: Any, anonymous: bool, shown: str = "") -> Any:
+    """Return the data with invisible characters of every text spelled out, but for those that are shown.
+
+    Names are not trusted. If anonymous, also without absolute paths.
+    """
     if isinstance(value, str):
-        return visible(value)
+        text = without_absolute_paths(value) if anonymous else value
+        return shown.join(map(visible, text.split(shown))) if shown else visible(text)
     if isinstance(value, dict):
-        return {key: spelled_out(item) for key, item in value.items()}
+        return {
+            key: item if key == "bdata" else spelled_out(item, anonymous, shown)  # numbers in base64
+            for key, item in value.items()
+        }
     if isinstance(value, (list, tuple)):
-        return [spelled_out(item) for item in value]
+        return [spelled_out(item, anonymous, shown) for item in value]
     return value
 
 
@@ -499,7 +509,7 @@ def render(content: dict[str, Any]) -> str:
         lstrip_blocks=True,
     )
     return environment.get_template("page.html.j2").render(
-        title=visible(content["title"]),
+        title=content["title"],
         data=content["data"],
         payloads={name: packed(value) for name, value in content["payloads"].items()},
         style=(here / "style.css").read_text(encoding="utf-8"),

@@ -16,6 +16,8 @@ UNSEEN = {"Cc", "Cf", "Cs", "Co", "Cn", "Zl", "Zp"}
 
 def visible(text: str) -> str:
     """The text with every invisible character spelled out, as [U+202E]; a line end is shown and kept."""
+    if text.isprintable():  # nearly all, and long ones
+        return text
     return "".join(
         SPELLED.get(letter)
         or (f"[U+{ord(letter):04X}]" if unicodedata.category(letter) in UNSEEN else letter)

@@ -26,6 +26,7 @@ def report(
     title: bool = True,
     open: bool = False,
     results: Sequence[str | Path] = (),
+    anonymous: bool = False,
     quiet: bool = False,
 ) -> Path:
     """Build one interactive, self-contained HTML report from one run or several.
@@ -51,6 +52,8 @@ def report(
         Open the report in the browser.
     results : FILE, repeatable
         results.toml of claims that the given studies decide; --json prints them.
+    anonymous : bool
+        Leave absolute paths out of the page.
 
     Examples
     --------
@@ -77,7 +80,7 @@ def report(
         check_export(Path(figures))
     try:
         more = judged_claims(results, loaded)[1]
-        text = render(page_content(loaded, more))
+        text = render(page_content(loaded, more, anonymous))
     except (LookupError, ValueError, TypeError, AttributeError, RuntimeError) as error:
         places = ", ".join(str(run.path) for run in loaded)
         raise BadInput(
