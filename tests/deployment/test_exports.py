@@ -86,4 +86,21 @@ def test_long_names_of_domains_are_cut_and_stay_apart():
     first, second = (in_file_names("a" * 300 + end) for end in ("b", "c"))
     assert first != second
     assert len(first) < 100
-    assert in_file_names("code/python 3") == "code_python_3"
+    assert in_file_names("code-3.x_y") == "code-3.x_y"
+    assert in_file_names("code/python 3").startswith("code_python_3-")
+
+
+def test_domains_of_similar_names_have_files_of_their_own(tmp_path):
+    domains = ("a b", "a_b", "C++", "C#", "中文", "日本語", "")
+    generator = np.random.default_rng(0)
+    trace = write_trace(
+        tmp_path / "trace",
+        [random_tokens(generator, 70, 2, 4)],
+        np.repeat(np.arange(7), 10),
+        4,
+        domains=domains,
+    )
+    run = moescope.deploy(trace, out=tmp_path / "run", quiet=True)
+    files = list((run.path / "exports").glob("esft_*.json"))
+    assert len(files) == len(domains)
+    assert all(file.name.isascii() for file in files)

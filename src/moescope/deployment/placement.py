@@ -273,11 +273,11 @@ def write_exports(
 
 
 def in_file_names(domain: str) -> str:
-    """Return a domain's name as part of a file's: without odd letters, and not too long."""
-    safe = re.sub(r"[^A-Za-z0-9._-]+", "_", domain) or "text"
-    if len(safe) <= LONGEST_NAME:
-        return safe
-    return f"{safe[:LONGEST_NAME]}-{hashlib.blake2b(domain.encode(), digest_size=4).hexdigest()}"
+    """Return a domain's name as part of a file's: without odd letters, not too long, and of no other domain."""
+    safe = re.sub(r"[^A-Za-z0-9._-]+", "_", domain)[:LONGEST_NAME]
+    if safe == domain != "":
+        return domain
+    return f"{safe}-{hashlib.blake2b(domain.encode(), digest_size=4).hexdigest()}"
 
 
 def write_files(folder: Path, files: dict[str, Any]) -> list[str]:
