@@ -283,6 +283,11 @@ class RunWriter:
                 file.replace(partial / name)
             write_json(partial / "setup.json", setup)
 
+    def remove_joined(self) -> None:
+        """Remove joined tables of a run that is not done: a killed or failed attempt left them."""
+        for name in self.verb.tables:
+            remove(self.path / f"{name}.parquet", self.path)
+
     def remove_tasks(self, tasks: Iterable[str]) -> None:
         for task in tasks:
             remove(self.path / "parts" / task, self.path)
@@ -411,8 +416,7 @@ def open_run(
                 if reopen is not None:
                     reopen(writer)
             writer.save_info(status="running", process=os.getpid(), tasks_resumed=len(writer.done_tasks()))
-            for name in verb.tables:  # of a run that is not done they may be of an attempt that was killed
-                remove(folder / f"{name}.parquet", folder)
+            writer.remove_joined()
             yield writer
         except BaseException as error:
             if writer is not None and writer.info.get("status") != "done":

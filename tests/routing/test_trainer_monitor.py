@@ -19,6 +19,7 @@ import torch
 from moescope.errors import BadInput
 from moescope.routing.trainer_monitor import Monitor
 from moescope.run import Run
+from moescope.storage import Failpoint
 from routing.tiny_training import documents, handed_out, load, model_of, trainer
 
 MONITOR = {"every": 4, "decisions_every": 1, "gradients_every": 4}
@@ -47,6 +48,24 @@ def test_however_it_is_trained_the_totals_are_those_of_one_document_at_a_time(tm
     np.testing.assert_allclose(load(run, "gate_weight"), mass, rtol=1e-4)
     assert run.info["status"] == "done"
     assert run.table("steps")["tokens"].iloc[-1] == counts.sum() / len(counts) / 2  # k = 2
+
+
+@pytest.mark.parametrize("write", [1, 3])
+def test_a_full_disk_at_the_end_does_not_stop_the_users_training(tmp_path, monkeypatch, caplog, write):
+    class Full(Failpoint):
+        def reach(self, creates: bool) -> None:
+            if any((tmp_path / "moescope-1").glob("*.parquet")):
+                super().reach(creates)
+
+    monkeypatch.setattr("moescope.storage.failpoint", Full(f"full:{write}"))
+    training = trainer(tmp_path, "mixtral", MONITOR)
+    assert training.train().global_step == training.state.max_steps > 0
+    assert "moescope: the run is not complete: " in caplog.text
+    run = Run.load(tmp_path / "moescope-1")
+    assert run.info["status"] == "failed"
+    assert "No space left on device" in run.info["error"]
+    counts, _ = handed_out(model_of("mixtral").eval(), documents())
+    np.testing.assert_array_equal(load(run), counts)  # nothing is lost: the tasks are all there
 
 
 def test_mixed_precision_counts_every_real_token(tmp_path):

@@ -273,7 +273,7 @@ def write_exports(
 
 
 def in_file_names(domain: str) -> str:
-    """Return a domain's name as part of a file's: without odd letters, not too long, and of no other domain."""
+    """Return a domain as part of a file name: without odd letters, not too long, and of no other domain."""
     safe = re.sub(r"[^A-Za-z0-9._-]+", "_", domain)[:LONGEST_NAME]
     if safe == domain != "":
         return domain

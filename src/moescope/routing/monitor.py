@@ -313,13 +313,17 @@ class TrainingRun:
         """Join the tasks, long tables in bounded memory; their states stay in parts/ for later training."""
         self.wait()
         self.disk.shutdown()
-        for name, table in self.writer.verb.tables.items():
-            filled = self.writer.has(name)
-            if filled and name not in LONG:
-                write_table(table, self.writer.joined(name), self.writer.path / f"{name}.parquet")
-            elif filled or name in ALWAYS:
-                self.writer.join_streamed(name)
-        self.writer.save_info(status="done")
+        try:
+            for name, table in self.writer.verb.tables.items():
+                filled = self.writer.has(name)
+                if filled and name not in LONG:
+                    write_table(table, self.writer.joined(name), self.writer.path / f"{name}.parquet")
+                elif filled or name in ALWAYS:
+                    self.writer.join_streamed(name)
+            self.writer.save_info(status="done")
+        except BaseException:  # a full disk: the tasks stay, and there is room to say so in run.json
+            self.writer.remove_joined()
+            raise
         remove_tasks(self.writer.path, self.writer.verb)
         self.stack.close()
         return Run(self.writer.path, jsonable(self.writer.info))

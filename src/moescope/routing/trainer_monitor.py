@@ -6,8 +6,9 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from moescope.errors import BadInput
+from moescope.errors import BadInput, reason
 from moescope.routing.monitor import LoopMonitor, Scan, Thresholds, logger
+from moescope.run import Run
 
 try:
     from transformers import TrainerCallback
@@ -133,6 +134,14 @@ class Monitor(LoopMonitor, TrainerCallback):
 
     def on_train_end(self, args: Any, state: Any, control: Any, **more: Any) -> None:
         self.close()
+
+    def close(self) -> Run | None:
+        """Write the rest and remove the hooks; a run that cannot be written is said and marked failed."""
+        try:
+            return super().close()
+        except Exception as error:  # a full disk: what the user does after the training must go on
+            logger.warning("moescope: the run is not complete: %s", reason(error))
+            return None
 
 
 def move_before_trackers(monitor: Any) -> None:
