@@ -10,7 +10,6 @@ import torch
 from transformers import (
     AutoModelForCausalLM,
     DeepseekV3Config,
-    GPT2Config,
     LlamaConfig,
     MixtralConfig,
     OlmoeConfig,
@@ -61,17 +60,6 @@ SPARSE: dict[str, Any] = {
 DENSE: dict[str, Any] = {
     "llama": LlamaConfig(**COMMON),
     "qwen3": Qwen3Config(**COMMON, head_dim=8),
-    "gpt2": GPT2Config(
-        vocab_size=258,
-        n_embd=32,
-        n_layer=2,
-        n_head=4,
-        n_positions=128,
-        n_inner=48,
-        bos_token_id=None,
-        eos_token_id=256,
-        pad_token_id=257,
-    ),
 }
 
 

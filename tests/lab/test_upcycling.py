@@ -2,22 +2,12 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, MistralConfig, Qwen3Config
+from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig, Qwen3Config
 
 from moescope.checkpoint import open_checkpoint
-from moescope.decoder.config import ModelConfig
-from moescope.decoder.routers import ROUTERS
 from moescope.errors import BadInput
-from moescope.execution.models import load_model
-from moescope.execution.replaced import replace_routers
-from moescope.families import read_moe
 from moescope.lab.existing import upcycle
 
 SMALL = {
@@ -44,11 +34,6 @@ DENSE = {
     "qwen3": Qwen3Config(**SMALL, head_dim=16, rms_norm_eps=1e-5),
     "qwen3-bias": Qwen3Config(**SMALL, head_dim=8, attention_bias=True, tie_word_embeddings=True),
 }
-
-
-GPT2 = GPT2Config(
-    vocab_size=97, n_embd=32, n_layer=3, n_head=4, n_positions=64, bos_token_id=0, eos_token_id=0
-)
 
 
 def save_dense(folder, config, dtype=torch.float32):
@@ -126,83 +111,3 @@ def test_what_the_target_family_lacks_is_refused(tmp_path):
     save_dense(tmp_path / "dense", LlamaConfig(**SMALL, attention_bias=True))
     with pytest.raises(BadInput, match=r"attention_bias is True.*mixtral does not have"):
         upcycle(open_checkpoint(tmp_path / "dense"), tmp_path / "moe", experts=4, top_k=2)
-
-
-# --- GPT-2
-
-
-def upcycle_gpt2(tmp_path, **numbers):
-    dense = save_dense(tmp_path / "dense", GPT2)
-    upcycle(open_checkpoint(tmp_path / "dense"), tmp_path / "moe", **{"experts": 4, "top_k": 2, **numbers})
-    return dense
-
-
-@pytest.mark.parametrize("prefix", ["transformer.", ""])
-def test_copies_of_gpt2_give_the_dense_model_s_logits(prefix, tmp_path):
-    dense = save_dense(tmp_path / "dense", GPT2)
-    file = tmp_path / "dense" / "model.safetensors"
-    tensors = {name.replace("transformer.", prefix, 1): value for name, value in load_file(file).items()}
-    if not prefix:  # as the first checkpoints of GPT-2, with their masks
-        tensors["h.0.attn.bias"] = torch.ones(1, 1, 64, 64).tril()
-    save_file(tensors, file, {"format": "pt"})
-    upcycle(open_checkpoint(tmp_path / "dense"), tmp_path / "moe", experts=4, top_k=2)
-    moe = load_model(str(tmp_path / "moe"), "float32", "cpu").model.eval()
-    with torch.no_grad():
-        before, after = dense(ids()).logits, moe(ids()).logits
-    assert float((before - after).abs().max()) < 1e-5 * float(before.abs().max())
-    assert float(before.std()) > 0.1
-    for number, layer in read_moe(open_checkpoint(tmp_path / "moe")).layers.items():
-        block = dense.transformer.h[number].mlp
-        assert torch.equal(layer.gate_EFD.read(3), block.c_fc.weight.T)
-        assert torch.equal(layer.down_EDF.read(3), block.c_proj.weight.T)
-        assert torch.equal(layer.gate_bias_EF.read(3), block.c_fc.bias)
-        assert torch.equal(layer.down_bias_ED.read(3), block.c_proj.bias)
-        assert torch.equal(layer.norm_D.read(), dense.transformer.h[number].ln_2.weight)
-
-
-def test_one_expert_per_token_is_rejected_for_gpt2(tmp_path):
-    with pytest.raises(BadInput, match="top_k = 1: must be at least 2"):
-        upcycle_gpt2(tmp_path, top_k=1)
-    assert not (tmp_path / "moe").exists()
-
-
-@pytest.mark.parametrize("router", [name for name, kind in ROUTERS.items() if kind.routes])
-def test_an_upcycled_gpt2_generates_as_the_full_pass_predicts(router, tmp_path):
-    upcycle_gpt2(tmp_path, noise=0.5)
-    model = load_model(str(tmp_path / "moe"), "float32", "cpu").model.eval()
-    if router != "topk":
-        replace_routers(model, ModelConfig(router=router, top_k=0))
-        model.eval()
-    real = torch.ones(2, 8, dtype=torch.long)
-    with torch.no_grad():
-        made = model.generate(
-            ids()[:, :8], attention_mask=real, min_new_tokens=5, max_new_tokens=5, do_sample=False
-        )
-        full = model(made).logits
-    full[..., 0] = -torch.inf  # end of text, which min_new_tokens excludes
-    assert torch.equal(full[:, 7:-1].argmax(-1), made[:, 8:])
-
-
-WITHOUT = """
-import sys
-sys.modules["moescope"] = None
-import torch
-from transformers import AutoModelForCausalLM
-ids, folder = torch.load(sys.argv[1]), sys.argv[2]
-model = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True).eval()
-torch.save(model(ids).logits.detach(), sys.argv[1])
-"""
-
-
-@pytest.mark.slow
-def test_transformers_alone_runs_an_upcycled_gpt2(tmp_path):
-    dense = upcycle_gpt2(tmp_path)
-    torch.save(ids(), tmp_path / "tensor.pt")
-    command = [sys.executable, "-c", WITHOUT, str(tmp_path / "tensor.pt"), str(tmp_path / "moe")]
-    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-    environment["HF_HOME"] = str(tmp_path / "home")
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=tmp_path, check=False)
-    assert done.returncode == 0, done.stderr[-2000:]
-    with torch.no_grad():
-        wanted = dense(ids()).logits
-    assert float((torch.load(tmp_path / "tensor.pt") - wanted).abs().max()) < 1e-5 * float(wanted.abs().max())

@@ -1,9 +1,9 @@
 """Routers of the lab in the place of the routers of a transformers model.
 
 Supported is every MoE block whose router `mlp.gate` returns (logits, gates, chosen experts), as most do since
-transformers 5, and GPT-2, whose dense blocks become blocks of experts. A checkpoint with routers that
-transformers does not have contains a copy of this module, so that it runs without moescope. This module
-therefore imports only torch, numpy and SOURCES of `execution.replaced`.
+transformers 5. A checkpoint with routers that transformers does not have contains a copy of this module, so
+that it runs without moescope. This module therefore imports only torch, numpy and SOURCES of
+`execution.replaced`.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 
 from moescope.decoder.config import ModelConfig
 from moescope.decoder.routers import router_class
@@ -101,54 +100,6 @@ class RouterInstead(nn.Module):
         return logits_TE, gates_TK, routed.chosen_TK.where(real_TK, n_experts).long()
 
 
-class FeedForwardExperts(nn.Module):
-    """Experts of two linear maps with biases: down act(up x + b) + c. Shaped after a block of GPT-2."""
-
-    def __init__(self, dense: Any, n_experts: int):
-        super().__init__()
-        width, d_ff = dense.c_fc.weight.shape
-        self.num_experts, self.act = n_experts, dense.act
-        self.up = nn.Parameter(torch.empty(n_experts, d_ff, width))
-        self.up_bias = nn.Parameter(torch.empty(n_experts, d_ff))
-        self.down = nn.Parameter(torch.empty(n_experts, width, d_ff))
-        self.down_bias = nn.Parameter(torch.empty(n_experts, width))
-
-    def forward(self, x_TD: Tensor, chosen_TK: Tensor, gates_TK: Tensor) -> Tensor:
-        out_TD = torch.zeros_like(x_TD)
-        for expert in sorted(set(chosen_TK.flatten().tolist()) - {-1, self.num_experts}):  # no empty slots
-            token_S, slot_S = torch.where(chosen_TK == expert)
-            hidden_SF = self.act(functional.linear(x_TD[token_S], self.up[expert], self.up_bias[expert]))
-            y_SD = functional.linear(hidden_SF, self.down[expert], self.down_bias[expert])
-            y_SD = y_SD * gates_TK[token_S, slot_S, None]
-            out_TD = out_TD.index_add(0, token_S, y_SD.to(out_TD.dtype))
-        return out_TD
-
-
-class SparseBlock(nn.Module):
-    """A router and experts in the place of GPT-2's feed-forward block."""
-
-    gate: nn.Module
-
-    def __init__(self, dense: Any, n_experts: int):
-        super().__init__()
-        self.experts, self.dropout = FeedForwardExperts(dense, n_experts), dense.dropout
-
-    def forward(self, hidden_states: Tensor) -> Tensor:
-        x_TD = hidden_states.reshape(-1, hidden_states.shape[-1])
-        _, gates_TK, chosen_TK = self.gate(x_TD)
-        return self.dropout(self.experts(x_TD, chosen_TK, gates_TK)).view_as(hidden_states)
-
-
-def sparse_block(model: nn.Module, name: str, n_experts: int) -> Any:
-    """Return the model's block of that name; a dense one is replaced by one with experts first."""
-    block: Any = model.get_submodule(name)
-    if not hasattr(block, "experts"):
-        parent, _, last = name.rpartition(".")
-        block = SparseBlock(block, n_experts)
-        setattr(model.get_submodule(parent), last, block)
-    return block
-
-
 def install_routers(model: nn.Module, replaced: Replaced) -> list[RouterInstead]:
     """Put new routers into the model's blocks; return them."""
     config, passing = replaced.model, Passing()
@@ -161,7 +112,7 @@ def install_routers(model: nn.Module, replaced: Replaced) -> list[RouterInstead]
         model.moescope_shared_router = shared
     installed = []
     for layer, (number, name) in enumerate(replaced.blocks):
-        block = sparse_block(model, name, config.experts)
+        block: Any = model.get_submodule(name)
         block.gate = RouterInstead(kind(config, layer, shared), number, name, replaced.scale, passing)
         block.experts._is_expert_parallel = True  # some slots may be empty
         installed.append(block.gate)

@@ -1,13 +1,9 @@
-"""Models of transformers with routers of the lab: `mlp.gate.router`, fused experts.
-
-GPT-2's experts have no gate, but biases; their tensors are named as the lab's.
-"""
+"""Models of transformers with routers of the lab: `mlp.gate.router`, fused experts."""
 
 from dataclasses import replace
 from functools import partial
-from typing import Any
 
-from moescope.families.lab import LAB_GELU, router_state, rowless_router
+from moescope.families.lab import router_state, rowless_router
 from moescope.families.layout import Family, Model, fused_gate_up
 from moescope.families.mlp_experts import MLP_EXPERTS
 
@@ -35,7 +31,7 @@ REPLACED = Family(
     shared=MLP_EXPERTS.shared,
     router_state=partial(router_state, ROUTER),
 )
-WITH_ROUTERS = [
+ALL_REPLACED = [
     REPLACED,
     replace(REPLACED, name="replaced_keys", models={}, router=f"{ROUTER}direction_ED", correction_bias=()),
     replace(
@@ -48,11 +44,3 @@ WITH_ROUTERS = [
         router_parts=(".mlp.gate.router.", "moescope_shared_router."),
     ),
 ]
-GELU: dict[str, Any] = {
-    "markers": LAB_GELU.markers,
-    "experts": LAB_GELU.experts,
-    "biases": LAB_GELU.biases,
-    "norm": "{L}.ln_2.weight",
-    "models": {},
-}
-ALL_REPLACED = WITH_ROUTERS + [replace(family, name=f"{family.name}_gelu", **GELU) for family in WITH_ROUTERS]

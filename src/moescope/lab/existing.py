@@ -18,7 +18,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from moescope.checkpoint import Checkpoint, open_checkpoint
 from moescope.checkpoint.files import torch_dtype
@@ -30,24 +29,18 @@ from moescope.checkpoint.writing import (
     plan_tensor,
     write_checkpoint,
 )
-from moescope.decoder.config import ModelConfig
-from moescope.decoder.replacement import KEY, Replaced
+from moescope.decoder.replacement import KEY
 from moescope.errors import BadInput
 from moescope.execution.model_names import checkpoint_identity
 from moescope.families import read_moe
 from moescope.lab.config import KEPT, BaseConfig, ExistingConfig, reject_first
 from moescope.lab.corpus import Corpus
 from moescope.run import jsonable
-from moescope.storage import whole_folder
 
 FROZEN_BYTES = 4  # per parameter: a float32 weight
 TRAINED_BYTES = 16  # per parameter: a float32 weight, its gradient and AdamW's two moments
 ROUTER_STD = 0.02  # of the new router's rows
 DENSE_PARTS = ("gate_proj", "up_proj", "down_proj")
-GPT2 = "gpt2"  # becomes a model with a modelling file of its own: transformers has none with its experts
-GPT2_PART = re.compile(r"transformer\.h\.(\d+)\.mlp\.(c_fc|c_proj)\.(weight|bias)")
-GPT2_NAMES = {"c_fc": "up", "c_proj": "down"}
-GPT2_MASKS = re.compile(r"\.attn\.(bias|masked_bias)$")  # of old checkpoints; transformers computes them
 FEED_FORWARD = re.compile(r"(model\.layers\.(\d+)\.)mlp\.(\w+)\.weight")
 # of a config that has experts already
 EXPERT_KEYS = ("num_experts", "num_local_experts", "n_routed_experts", KEY)
@@ -199,32 +192,25 @@ def check_base(name: str, config: ExistingConfig) -> BaseSize:
 # --- upcycling
 
 
-def target_of(checkpoint: Checkpoint, experts: int, top_k: int, noise: float) -> Target | None:
-    """Return the family to write, None for GPT-2; raise where there is none, or a number makes no sense."""
+def target_of(checkpoint: Checkpoint, experts: int, top_k: int, noise: float) -> Target:
+    """Return the family to write; raise where there is none, or a number makes no sense."""
     config = checkpoint.config or {}
-    kind = config.get("model_type")
-    known = (*TARGETS, GPT2)
-    if kind not in known:
+    target, kind = TARGETS.get(config.get("model_type", "")), config.get("model_type")
+    if target is None:
         raise BadInput(
-            f"{checkpoint.shown}: model type {kind!r} cannot be upcycled; known: {', '.join(known)}"
+            f"{checkpoint.shown}: model type {kind!r} cannot be upcycled; known: {', '.join(TARGETS)}"
         )
-    target = TARGETS.get(kind)
     reject_first(
         checkpoint.shown,
         (experts < 2, f"[base] experts = {experts}: must be at least 2"),
         (not 1 <= top_k <= experts, f"[base] top_k = {top_k}: must be from 1 to the {experts} experts"),
         (not 0 <= noise < math.inf, f"[base] noise = {noise}: must be 0 or more"),
-        (
-            target is None and top_k < 2,
-            f"[base] top_k = {top_k}: must be at least 2 for GPT-2, whose gates sum to 1",
-        ),
         *(
             (
                 bool(config.get(key)),
                 f"{key} is {config.get(key)} in config.json, which {target.constants['model_type']} does not "
                 "have; upcycle another model",
             )
-            for target in ([target] if target else [])
             for key in target.refused
         ),
         *((True, f"tensor {name} is quantised; upcycle the unquantised model") for name in checkpoint.packed),
@@ -236,9 +222,6 @@ def upcycle(
     checkpoint: Checkpoint, folder: str | Path, experts: int, top_k: int, noise: float = 0.0, seed: int = 0
 ) -> Written:
     """Write the upcycled checkpoint: Llama and Mistral become Mixtral, Qwen3 becomes Qwen3-MoE.
-
-    GPT-2 becomes a model that transformers loads with `trust_remote_code`: with linear top-k routers of the
-    lab, and their modelling file.
 
     Parameters
     ----------
@@ -254,31 +237,12 @@ def upcycle(
     target, stored = target_of(checkpoint, experts, top_k, noise), StoredBytes(checkpoint)
     source = Path(next(iter(checkpoint.stored.values())).file).parent
     config = dict(checkpoint.config or {})
-    known = AutoConfig.for_model(**config)
-    if target is not None:
-        defaults = known.to_dict()  # of the dense family, spelled out for the other
-        config |= {key: defaults[key] for key in DEFAULTS if key in defaults} | target.constants
-        numbers = {"experts": experts, "top_k": top_k, "d_ff": config["intermediate_size"]}
-        config |= {target.keys[name]: value for name, value in numbers.items()}
-        tensors = list(planned(checkpoint, stored, target, experts, noise, seed))
-        return write_checkpoint(folder, tensors, config, source)
-    from moescope.execution.replaced import config_with_code, write_sources
-
-    model = ModelConfig(
-        router="topk",
-        router_options={"z": 0.0},
-        experts=experts,
-        top_k=top_k,
-        d_model=known.hidden_size,
-        vocabulary=known.vocab_size,
-    )
-    places = tuple((layer, f"transformer.h.{layer}.mlp") for layer in range(known.num_hidden_layers))
-    replaced = Replaced(GPT2, model, places)
-    tensors = list(planned_gpt2(checkpoint, stored, replaced, noise, seed))
-    with whole_folder(Path(folder)) as partial_folder:
-        written = write_checkpoint(partial_folder, tensors, config_with_code(config, replaced), source)
-        write_sources(replaced, partial_folder)
-    return replace(written, path=Path(folder))
+    defaults = AutoConfig.for_model(**config).to_dict()  # of the dense family, spelled out for the other
+    config |= {key: defaults[key] for key in DEFAULTS if key in defaults} | target.constants
+    numbers = {"experts": experts, "top_k": top_k, "d_ff": config["intermediate_size"]}
+    config |= {target.keys[name]: value for name, value in numbers.items()}
+    tensors = list(planned(checkpoint, stored, target, experts, noise, seed))
+    return write_checkpoint(folder, tensors, config, source)
 
 
 def planned(
@@ -294,52 +258,18 @@ def planned(
         for expert in range(experts):
             new = f"{block}.experts.{expert}.{new_names[match[3]]}.weight"
             if noise:
-                draw = partial(noisy, checkpoint, name, noise, [[seed, number, expert]])
+                draw = partial(noisy, checkpoint, name, noise, [seed, number, expert])
                 yield PlannedTensor(new, info.dtype, info.shape, stored.nbytes(name), draw)
             else:
                 yield stored.copy(name, new)
         if match[3] == DENSE_PARTS[0]:
-            rows_ED = router_rows(experts, info.shape[1], seed, int(match[2])).to(torch_dtype(info.dtype))
-            yield plan_tensor(f"{block}.gate.weight", rows_ED)
+            generator = torch.Generator().manual_seed(seed * 10_007 + int(match[2]))
+            rows_ED = torch.randn(experts, info.shape[1], generator=generator) * ROUTER_STD
+            yield plan_tensor(f"{block}.gate.weight", rows_ED.to(torch_dtype(info.dtype)))
 
 
-def planned_gpt2(
-    checkpoint: Checkpoint, stored: StoredBytes, replaced: Replaced, noise: float, seed: int
-) -> Iterator[PlannedTensor]:
-    """Yield every tensor: copies stacked and transposed to [expert, out, in], routers, the rest as it is."""
-    experts = replaced.model.experts
-    for number, (name, info) in enumerate(checkpoint.stored.items()):
-        full = name if name.startswith(("transformer.", "lm_head.")) else f"transformer.{name}"
-        if match := GPT2_PART.fullmatch(full):
-            part = f"{GPT2_NAMES[match[2]]}{'_bias' if match[3] == 'bias' else ''}"
-            seeds = [[seed, number, expert] for expert in range(experts)]
-            copies = partial(noisy, checkpoint, name, noise, seeds, transposed=True)
-            shape, size = (experts, *reversed(info.shape)), experts * stored.nbytes(name)
-            yield PlannedTensor(
-                f"transformer.h.{match[1]}.mlp.experts.{part}", info.dtype, shape, size, copies
-            )
-        elif not GPT2_MASKS.search(full):
-            yield stored.copy(name, full)
-    for layer, block in replaced.blocks:
-        rows_ED = router_rows(experts, replaced.model.d_model, seed, layer)
-        yield plan_tensor(f"{block}.gate.router.weight", rows_ED)
-
-
-def router_rows(experts: int, width: int, seed: int, layer: int) -> Tensor:
-    generator = torch.Generator().manual_seed(seed * 10_007 + layer)
-    return torch.randn(experts, width, generator=generator) * ROUTER_STD
-
-
-def noisy(
-    checkpoint: Checkpoint, name: str, noise: float, seeds: list[list[int]], transposed: bool = False
-) -> Iterator[memoryview]:
-    """Yield one copy of the tensor per seed, with its noise."""
+def noisy(checkpoint: Checkpoint, name: str, noise: float, seed: list[int]) -> Iterator[memoryview]:
+    """Yield the tensor with its noise."""
     tensor = checkpoint.read(name)
-    if transposed:
-        tensor = tensor.movedim(0, -1).contiguous()
-    for seed in seeds:
-        copy = tensor
-        if noise:
-            draws = np.random.default_rng(seed).standard_normal(tuple(tensor.shape), dtype=np.float32)
-            copy = (tensor.float() + noise * tensor.float().std() * torch.from_numpy(draws)).to(tensor.dtype)
-        yield bytes_of(copy)
+    draws = np.random.default_rng(seed).standard_normal(tuple(tensor.shape), dtype=np.float32)
+    yield bytes_of((tensor.float() + noise * tensor.float().std() * torch.from_numpy(draws)).to(tensor.dtype))

@@ -386,7 +386,7 @@ def use_balance_loss(model: Any, weight: float) -> bool:
     """
     config = model.config.get_text_config()
     plain = [one.router for one in getattr(model, "routers_instead", ()) if one.router.plain_top_k]
-    if plain:  # of an upcycled GPT-2
+    if plain:  # put into the base by an earlier training
         for router in plain:
             router.options["balance"] = weight
         return True
