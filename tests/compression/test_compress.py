@@ -17,7 +17,6 @@ import pytest
 import torch
 
 from families.test_writing import on_disk, same_bits
-from moescope import progress
 from moescope.compression import steps
 from moescope.compression.calibration import load_sums, save_sums
 from moescope.compression.plan import read_plan
@@ -161,21 +160,6 @@ def test_a_plan_made_first_and_carried_out_later_gives_the_same_files(run, place
     same_bits(on_disk(tmp_path / "bare"), on_disk(place / "small"))
     assert bare.tables == ["clusters", "damage"]
     assert bare.info["warnings"] == ["not judged: no text was given"]
-
-
-def test_keeping_every_expert_changes_no_byte_no_perplexity_and_no_word(place, tmp_path):
-    run = compressed(place, tmp_path / "run", method="ean", keep="1.0", apply=tmp_path / "same", controls=1)
-    same_bits(on_disk(tmp_path / "same"), on_disk(place / "model"))
-    whole = run.table("damage").query("layer.isna()")
-    assert whole["perplexity"].tolist() == pytest.approx(whole["perplexity_original"].tolist(), rel=1e-9)
-    assert whole["js_divergence"].tolist() == pytest.approx([0, 0], abs=1e-12)
-    assert run.table("damage")["predicted_error"].max() < 1e-5
-
-
-def test_the_same_run_twice_computes_nothing(run, place, monkeypatch):
-    monkeypatch.setattr(steps, "carry_out", lambda *given: pytest.fail("computed again"))
-    again = compressed(place, place / "run", method="reap", keep=0.5, apply=place / "small", controls=2)
-    assert again.info["finished"] == run.info["finished"]
 
 
 @pytest.mark.parametrize(
@@ -487,18 +471,6 @@ def test_a_short_domain_is_warned_of_and_tokens_of_every_domain_are_stated(place
 
 
 # --- the command line
-
-
-def test_a_line_per_model_says_how_far_the_judgement_is(place, tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(progress, "SPACING", 0)
-    given = {"keep": 3, "text": place / "text.jsonl", "controls": 1}
-    compress(place / "model", apply=tmp_path / "small", out=tmp_path / "run", **given)
-    lines = capsys.readouterr().err.splitlines()
-    judged = [line.split(":")[0] for line in lines if line.startswith("judging")]
-    assert judged == [f"judging {n} of 3 models ({name})" for n, name in enumerate(JUDGED, 1)]
-    assert sum(line.startswith("execution") for line in lines) == 1
-    compress(place / "model", out=tmp_path / "planned", **given)
-    assert capsys.readouterr().err.startswith("no --apply:")
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from checkpoints import INDEX, edit_json, shard_name, write_checkpoint
+from checkpoints import edit_json, shard_name, write_checkpoint
 from moescope.compression.verb import compress
 from moescope.errors import BadInput, shortened
 from moescope.families.inspect import inspect
@@ -92,23 +92,6 @@ def rewrite(path: Path, edit: Callable[[dict[str, torch.Tensor]], Any]) -> None:
     tensors = load_file(path)
     edit(tensors)
     save_file(tensors, path, metadata={"format": "pt"})
-
-
-FILE_DAMAGES: dict[str, tuple[str, Damage]] = {
-    "no file": ("mixtral", lambda m: (m / ONE).unlink()),
-    "header cut": ("mixtral", lambda m: (m / ONE).write_bytes((m / ONE).read_bytes()[:100])),
-    "missing shard": ("sharded", lambda m: (m / SECOND).unlink()),
-    "an index that is not JSON": ("sharded", lambda m: (m / INDEX).write_text("{")),
-}
-
-
-@pytest.mark.parametrize("name", FILE_DAMAGES)
-def test_a_damaged_file_is_the_same_line_from_every_verb(name, whole, tmp_path):
-    """All read by `open_checkpoint`, whose tests damage files in every way."""
-    kind, damage = FILE_DAMAGES[name]
-    found = damaged(whole, kind, tmp_path, damage)
-    assert all(found.values()), found
-    assert len(set(found.values())) == 1
 
 
 def change_shape(name: str, *shape: int) -> Damage:
@@ -199,40 +182,6 @@ def test_absurd_sizes_are_found_before_memory_is_taken(field, whole, tmp_path):
     assert found["trace"]
     assert "config.json" in found["trace"]
     assert (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) < 500_000
-
-
-VALUES = [None, "x", [], {}, -1, 0, 2.5, 10**30, True]
-FIELDS = (
-    *("hidden_size", "intermediate_size", "num_hidden_layers", "num_local_experts", "num_attention_heads"),
-    *("num_key_value_heads", "max_position_embeddings", "vocab_size", "hidden_act", "rms_norm_eps"),
-    *("rope_parameters", "pad_token_id", "model_type", "dtype", "sliding_window", "quantization_config"),
-    *("architectures", "tie_word_embeddings"),
-)
-MISTYPED = [
-    # every value and every field in the fast tests, all pairs in the slow ones
-    pytest.param(
-        field,
-        value,
-        id=f"{field}={value!r}",
-        marks=[] if number % len(VALUES) == column else pytest.mark.slow,
-    )
-    for number, field in enumerate(FIELDS)
-    for column, value in enumerate(VALUES)
-]
-
-
-@pytest.mark.parametrize(("field", "value"), MISTYPED)
-def test_a_mistyped_field_of_the_config_is_at_most_one_line(field, value, whole, tmp_path):
-    damage = lambda m: edit_json(m / "config.json", **{field: value})  # noqa: E731
-    damaged(whole, "mixtral", tmp_path, damage, skip=("scan",))
-
-
-@pytest.mark.parametrize(
-    "text", ["", "{", "[]", "null", "7", '"x"', "[" * 100_000, "{}", '{"model_type": "x"}'], ids=len
-)
-def test_a_config_that_is_none_is_at_most_one_line(text, whole, tmp_path):
-    found = damaged(whole, "mixtral", tmp_path, lambda m: (m / "config.json").write_text(text), ("scan",))
-    assert found["trace"]
 
 
 # --- NaN in the weights

@@ -23,7 +23,6 @@ from moescope.lab.config import (
     check,
     config_from,
     epochs_to_steps,
-    preset_config,
     read_toml,
     settle_existing,
     with_router,
@@ -216,11 +215,6 @@ def test_what_the_presets_need_is_estimated_from_weights_and_moments():
 def test_a_file_that_is_not_there_is_named(tmp_path):
     with pytest.raises(BadInput, match=r"none\.toml: No such file"):
         read_toml(tmp_path / "none.toml")
-
-
-def test_an_unknown_preset_lists_the_known():
-    with pytest.raises(BadInput, match="unknown preset 'mega'; known: nano, small, medium, some_a4"):
-        preset_config("mega")
 
 
 def test_another_router_brings_its_own_k_and_leaves_the_old_options_behind():

@@ -32,7 +32,7 @@ from moescope.lab.corpus import corpus_of_sides, read_corpus, training_vocabular
 from moescope.lab.evaluation import mean_loss
 from moescope.lab.study import plan_lines, plan_study, study, timed_models
 from moescope.lab.study_config import read_study, study_from
-from moescope.lab.study_task import free_memory, load_text, measure, prune, run_task, save_text
+from moescope.lab.study_task import load_text, measure, prune, run_task, save_text
 from moescope.lab.train import run_training, train
 from moescope.lab.training import Data, initial_model
 from moescope.reporting.verb import report
@@ -560,15 +560,6 @@ def test_a_training_leaves_no_model_in_memory_when_it_is_measured_nor_afterwards
         gc.enable()
     assert measured == [0] * 4
     assert left == [0] * 6  # also after the two that diverge
-
-
-def test_memory_of_a_gpu_is_given_back_where_there_is_one(monkeypatch) -> None:
-    calls: list[str] = []
-    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: calls.append("emptied"))
-    for there, wanted in ((False, []), (True, ["emptied"])):
-        monkeypatch.setattr(torch.cuda, "is_initialized", lambda there=there: there)
-        free_memory()
-        assert calls == wanted
 
 
 @pytest.mark.slow

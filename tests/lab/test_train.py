@@ -15,7 +15,6 @@ import pytest
 
 from lab.test_train_parts import damage
 from lab.tiny_training import SHAPE, STEPS, TOML
-from moescope.cli import main
 from moescope.decoder.config import ModelConfig
 from moescope.errors import BadInput
 from moescope.lab.config import DataConfig, LabConfig, config_from, preset_config, settle
@@ -267,23 +266,6 @@ def test_counting_parameters_allocates_and_touches_nothing(tmp_path: Path, monke
         29.42,
     )
     assert not list(tmp_path.iterdir())
-
-
-@pytest.mark.parametrize("arguments", [["train", "--dry-run"], ["train"], ["study", "--dry-run"], ["study"]])
-def test_the_command_line_rejects_an_absurd_size_in_one_line_and_writes_nothing(
-    arguments, tmp_path, monkeypatch, capsys
-):
-    monkeypatch.chdir(tmp_path)
-    table = "model" if arguments[0] == "train" else "arms.big.model"
-    text = f"[{table}]\nlayers = 1_000_000_000\n"
-    text = text if arguments[0] == "train" else f'reference = "small"\n{text}[arms.small]\n'
-    Path("config.toml").write_text(text)
-    monkeypatch.setattr(sys, "argv", ["moescope", arguments[0], "config.toml", *arguments[1:]])
-    with pytest.raises(SystemExit) as ended:
-        main()
-    assert ended.value.code == 2
-    assert "lower [model] layers = 1,000,000,000" in capsys.readouterr().err
-    assert [path.name for path in tmp_path.iterdir()] == ["config.toml"]
 
 
 def test_a_training_that_cannot_fit_the_machine_is_rejected_before_anything_is_built(tmp_path, monkeypatch):

@@ -22,9 +22,6 @@ from moescope.families.replaced import REPLACED
 from moescope.routing.collectors import trace_model
 from moescope.routing.counts import LayerCounts
 from moescope.routing.counts_to_tables import Traced
-from moescope.routing.metrics import METRICS
-from moescope.routing.tables import TABLES
-from moescope.tables import conform
 
 KINDS = sorted(set(MODELS) - {"kimi_k2", "nllb-moe", *LAB.models, *REPLACED.models})
 # one of each disk layout, and one with groups of experts; the rest in `make test-all`
@@ -225,19 +222,6 @@ def test_a_model_without_a_head_predicts_nothing_and_says_so_by_absence():
     assert set(result.tables(0, 0)["vocabulary"]["role"]) == {"input", "next"}
 
 
-def test_every_metric_is_in_the_glossary_and_every_entry_is_a_metric():
-    result = trace("mixtral", documents(40))
-    tables = result.tables(0, 0)
-    assert set(tables["routing_layers"]["metric"]) == set(METRICS)
-    for name, frame in tables.items():
-        assert len(frame), name
-        conform(TABLES[name], frame)
-    for name, entry in METRICS.items():
-        assert entry.meaning.endswith("."), name
-        assert entry.formula, name
-        assert all(entry.levels), name
-
-
 def test_every_metric_has_a_value_and_a_floor_on_a_plain_text():
     rows = trace("mixtral", documents(60, domains=2)).tables(0, 0)["routing_layers"]
     rows = rows[rows["domain"] == ""]
@@ -248,19 +232,6 @@ def test_every_metric_has_a_value_and_a_floor_on_a_plain_text():
     without |= {"gate_weight_min_max_ratio"}
     no_interval = set(rows[rows["low"].isna()]["metric"])
     assert {name for name in no_interval if "similarity" not in name and "vocabulary" not in name} == without
-
-
-def test_under_twenty_documents_no_interval_is_given():
-    rows = trace("mixtral", documents(19)).tables(0, 0)["routing_layers"]
-    assert rows["low"].isna().all()
-    assert "no intervals: 20 documents are needed, 19 given" in trace("mixtral", documents(19)).warnings()
-
-
-def test_one_document_a_domain_gives_no_domain_information():
-    result = trace("mixtral", documents(2))
-    metrics = set(result.tables(0, 0)["routing_layers"]["metric"])
-    assert metrics.isdisjoint({"domain_information", "purity"})
-    assert any("one document per domain" in warning for warning in result.warnings())
 
 
 def test_a_model_without_a_cache_has_no_decode_phase(monkeypatch):

@@ -85,24 +85,6 @@ def test_a_row_that_goes_on_has_its_last_token_as_neighbour_and_one_that_does_no
         assert float(counter.layers()[0].sums("neighbours").sum()) == expected
 
 
-def test_what_is_held_does_not_grow_with_the_text():
-    generator = torch.Generator().manual_seed(0)
-
-    def held(passes: int) -> int:
-        counter = Counts((2, BUCKETS))
-        for _ in range(passes):
-            chosen = torch.randint(0, 4, (64, 1), generator=generator)
-            at = tokens(
-                4, [True] * 64, [0] * 64, torch.randint(0, BUCKETS, (64,), generator=generator).tolist()
-            )
-            counter.consume(Routing(0, "mlp", 4, chosen, torch.ones(64, 1), at))
-        counter.count()
-        (totals,) = counter.totals.values()
-        return sum(part.numel() for part in (*totals.tensors.values(), *totals.before[0]))
-
-    assert held(1) == held(20)
-
-
 def test_decisions_of_padding_do_not_reach_the_sums_even_when_they_are_not_numbers():
     logits = torch.tensor([[1.0, 2.0], [float("nan"), float("nan")]])
     at = tokens(1, [True, False], [0, 0], [0, 0])

@@ -319,19 +319,6 @@ def test_a_monitor_that_is_forgotten_leaves_a_readable_interrupted_run(tmp_path)
     assert run.table("load")["step"].unique().tolist() == [2]
 
 
-def test_a_full_disk_is_said_and_training_goes_on(tmp_path, monkeypatch, caplog):
-    model = model_of()
-    monitor = LoopMonitor(tmp_path / "run", every=2, gradients_every=0).watch(model)
-    monkeypatch.setattr("moescope.storage.SPARE_DISK", 2**62)
-    loop(model, monitor, steps=4)
-    assert monitor.run is not None
-    monitor.run.wait()
-    monkeypatch.undo()
-    loop(model, monitor, first=4)
-    assert "tables could not be written and are lost" in caplog.text
-    assert monitor.close().table("load")["step"].unique().tolist() == [6, 8]
-
-
 def cannot(*given: object) -> None:
     raise ValueError("a table that nobody thought of")
 
@@ -359,13 +346,6 @@ def test_tables_lost_at_the_very_end_are_said_too(tmp_path, monkeypatch, caplog)
     loop(model, monitor, steps=2)
     monitor.stop()
     assert "ValueError: a table that nobody thought of" in caplog.text
-    assert Run.load(tmp_path / "run").info["status"] == "interrupted"
-
-
-def test_a_monitor_thrown_away_by_its_own_writing_thread_leaves_an_interrupted_run(tmp_path):
-    monitor = LoopMonitor(tmp_path / "run", every=2, gradients_every=0).watch(model_of())
-    assert monitor.run is not None
-    monitor.run.disk.submit(monitor.run.abandon).result(timeout=60)
     assert Run.load(tmp_path / "run").info["status"] == "interrupted"
 
 

@@ -39,18 +39,6 @@ def handed(layer: int, n: int, chosen: list[list[int]], real: list[int] | None =
     return Handed(layer, n, chosen_TK, torch.full(chosen_TK.shape, 0.25), mask)
 
 
-def test_layers_of_unequal_numbers_of_experts_and_choices_are_counted_apart():
-    tally = StepCounts(blocks(2, 4, 4))
-    tally.hold(
-        [handed(0, 2, [[0], [1], [1]]), handed(2, 4, [[3, 0], [3, 1]]), handed(4, 4, [[2, 0], [2, 1]])]
-    )
-    window = tally.take(CPU)
-    assert loads(window) == [[1, 2], [1, 1, 0, 2], [1, 1, 2, 0]]
-    assert [counts.tokens for counts in window.layers] == [3, 2, 2]
-    assert [counts.k for counts in window.layers] == [1, 2, 2]
-    assert gate_weight(window) == [[0.25 * load for load in loads_E] for loads_E in loads(window)]
-
-
 def test_layers_without_tokens_have_no_rows():
     tally = StepCounts(blocks(4, 4))
     tally.hold([handed(2, 4, [[0, 1], [0, 2]])])
@@ -71,16 +59,6 @@ def test_padding_empty_slots_and_experts_of_other_ranks_count_nowhere():
     assert window.layers[0].sums("dropped").item() == 2
 
 
-def test_what_was_moved_is_gone_from_the_device_and_windows_add_up():
-    tally = StepCounts(blocks(2))
-    total = Window()
-    for _ in range(3):
-        tally.hold([handed(0, 2, [[0], [1], [1]])])
-        total.add(tally.take(CPU))
-    assert loads(total) == [[3, 6]]
-    assert loads(tally.take(CPU)) == [[0, 0]]
-
-
 def test_nan_gates_of_padding_are_left_out_and_those_of_tokens_are_kept():
     tally = StepCounts(blocks(2))
     chosen, gates = torch.tensor([[0], [1]]), torch.tensor([[0.5], [float("nan")]])
@@ -88,19 +66,6 @@ def test_nan_gates_of_padding_are_left_out_and_those_of_tokens_are_kept():
     assert gate_weight(tally.take(CPU)) == [[0.5, 0.0]]
     tally.hold([Handed(0, 2, chosen, gates, None)])
     assert np.isnan(gate_weight(tally.take(CPU))).tolist() == [[False, True]]
-
-
-def test_decisions_of_some_steps_give_their_mean_whatever_the_number_of_tokens():
-    tally = StepCounts(blocks(2))
-    tally.hold([handed(0, 2, [[0], [1], [1]])] * 4)
-    tally.decide((0,), torch.arange(18.0, dtype=torch.float64).reshape(6, 1, 3), torch.tensor([1, 1, 0]))
-    window = tally.take(CPU)
-    counts = window.layers[0]
-    assert counts.sums("decided").tolist() == [[2]]
-    assert counts.sums("routing_entropy").item() / counts.sums("decided").item() == pytest.approx(
-        0.5
-    )  # of 0 and 1
-    assert counts.sums("z_loss").item() / counts.sums("decided").item() == pytest.approx(15.5)
 
 
 @pytest.mark.parametrize("most", [2**21, 0])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import numpy as np
 import pytest
 import torch
 
@@ -90,26 +89,6 @@ def test_where_layers_add_nothing_the_next_router_is_predicted_exactly(tmp_path)
     assert probe["chance"].tolist() == [k / probe["n_experts"].iloc[0]] * len(probe)
     other = rows[(rows["predictor"] == "previous_token") & (rows["budget"] == k)]
     assert other["recall"].max() < 0.9
-
-
-def test_a_probe_of_another_models_router_is_at_chance(tmp_path):
-    """Random lists beside random choices: named experts at budget k hold k/n of them."""
-    from deployment.deployment_runs import token_trace
-    from deployment.plain_caches import random_tokens
-    from moescope.deployment.prefetch import prefetch_table
-    from moescope.deployment.tokens import split_tokens
-
-    generator = np.random.default_rng(0)
-    chosen = [random_tokens(generator, 4000, 2, 16) for _ in range(2)]
-    probed = np.stack([np.full((4000, 8), -1), random_tokens(generator, 4000, 8, 16)]).astype(np.int16)
-    trace = token_trace(chosen, np.repeat(np.arange(40), 100), 16, probed_LTX=probed)
-    rows = prefetch_table(trace, split_tokens(trace.document_T, 0), lambda count: None)
-    rows = rows[(rows["predictor"] == "next_router") & rows["layer"].notna()].set_index("budget")
-    assert rows["layer"].tolist() == [1, 1, 1]
-    for budget in (2, 4, 8):
-        share = budget / 16
-        assert rows.loc[budget, "recall"] == pytest.approx(share, abs=4 * np.sqrt(share * (1 - share) / 8000))
-        assert rows.loc[budget, "chance"] == share
 
 
 def test_what_cannot_be_probed_is_one_line(tmp_path):

@@ -350,35 +350,6 @@ def test_the_same_arguments_return_the_finished_run_without_work(tmp_path, model
     assert analysed == [0, 0]
 
 
-@pytest.mark.parametrize(
-    ("change", "word"),
-    [({"matrix": "up"}, "matrix"), ({"layers": "0"}, "layers")],
-    ids=str,
-)
-def test_other_arguments_in_the_same_folder_are_rejected_by_name(tmp_path, model, change, word):
-    scan(model, out=tmp_path / "run", layers=1)
-    with pytest.raises(BadInput, match=rf"other arguments \({word}\); give another --out, or --overwrite"):
-        scan(model, out=tmp_path / "run", **{"layers": 1, **change})
-    assert scan(model, out=tmp_path / "run", overwrite=True, **change).info["status"] == "done"
-
-
-def test_a_run_of_another_checkpoint_or_schema_version_is_not_handed_out(tmp_path, model):
-    scan(model, out=tmp_path / "run", layers=0)
-    edit_json(tmp_path / "run" / "run.json", schema_version=SCHEMA_VERSION + 1)
-    with pytest.raises(BadInput, match="other schema version"):
-        scan(model, out=tmp_path / "run", layers=0)
-    edit_json(tmp_path / "run" / "run.json", schema_version=SCHEMA_VERSION)
-    write_checkpoint(model, tiny_tensors(seed=5))
-    with pytest.raises(BadInput, match="other checkpoints"):
-        scan(model, out=tmp_path / "run", layers=0)
-
-
-def test_without_out_runs_are_numbered_below_the_folder_one_works_in(tmp_path, model, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    for number, given in enumerate((model, model / "model.safetensors"), start=1):
-        assert scan(given, layers=0).path == Path(f"runs/scan-model-{number}")
-
-
 # --- unusable weights
 
 
