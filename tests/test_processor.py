@@ -9,10 +9,8 @@ import sys
 
 import pytest
 
-from lab.tiny_training import TOML
 from moescope import processor
 from moescope.processor import VARIABLE, avoid_broken_amx
-from routing.tiny_text import save_model, texts, write_jsonl
 
 DIES = "import os, signal; os.kill(os.getpid(), signal.SIGILL)"
 
@@ -58,11 +56,6 @@ def test_a_trial_that_succeeds_leaves_onednn_free_and_is_not_repeated_in_childre
     assert os.environ[VARIABLE] == "DEFAULT"  # oneDNN's word for no restriction
     assert len(children) == 1
     assert not caplog.records
-
-
-def test_the_trial_itself_runs_here():
-    trial = [sys.executable, "-c", processor.TRIAL]
-    assert subprocess.run(trial, env={**os.environ, VARIABLE: "AVX512_CORE_BF16"}).returncode == 0
 
 
 @pytest.mark.parametrize("flags", ["fpu avx512_bf16", "fpu amx_bf16x amx_tile", None], ids=str)
@@ -111,15 +104,6 @@ torch.ones(64, 64).to_mkldnn().relu()
 # --- which verbs try
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32", "auto"])
-def test_trace_tries_where_the_model_multiplies_in_half_precision(children, tmp_path, dtype):
-    from moescope.routing.trace import trace
-
-    model, text = save_model(tmp_path / "model"), write_jsonl(tmp_path / "text.jsonl", texts(3))
-    trace(model, text=text, out=tmp_path / "run", dtype=dtype, device="cpu", quiet=True)
-    assert len(children) == (dtype in ("bfloat16", "float16"))
-
-
 def test_a_lab_model_in_bf16_is_tried_too(children, trained_run):
     from moescope.execution.lab_models import load_any_model
 
@@ -128,30 +112,3 @@ def test_a_lab_model_in_bf16_is_tried_too(children, trained_run):
     assert not children
     load_any_model(checkpoint, "bfloat16", "cpu")
     assert len(children) == 1
-
-
-@pytest.mark.parametrize(("dtype", "count"), [("bfloat16", 1), ("float32", 0)])
-def test_train_tries_once_where_it_multiplies_in_bf16(children, tmp_path, dtype, count):
-    from moescope.lab.train import train
-
-    (tmp_path / "tiny.toml").write_text(TOML.format(steps=2) + f'dtype = "{dtype}"\n')
-    train(tmp_path / "tiny.toml", out=tmp_path / "run", device="cpu", quiet=True)
-    assert len(children) == count
-
-
-def test_verbs_that_read_only_start_no_child(children, planted_run, tmp_path, monkeypatch):
-    from moescope import cli
-
-    checkpoint = planted_run.path.parent / "planted-mixtral"
-    commands = (
-        ["--help"],
-        ["trace", "--help"],
-        ["inspect", str(checkpoint)],
-        ["report", str(planted_run.path), "--out", str(tmp_path / "page.html")],
-    )
-    for command in commands:
-        monkeypatch.setattr(sys, "argv", ["moescope", *command])
-        with pytest.raises(SystemExit) as ended:
-            cli.main()
-        assert not ended.value.code
-    assert not children

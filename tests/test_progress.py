@@ -13,8 +13,6 @@ from pathlib import Path
 import pytest
 
 from checkpoints import tiny_checkpoint
-from lab.tiny_study import write_study
-from lab.tiny_training import TOML
 from moescope import progress as progress_module
 from moescope.progress import progress, unsaid_alerts
 from moescope.weights.verb import scan
@@ -45,12 +43,6 @@ def test_a_scan_prints_one_line_per_layer(tmp_path: Path, lines_of):
     ]
 
 
-def test_a_comparison_prints_one_line_per_layer(tmp_path: Path, lines_of):
-    models = [tiny_checkpoint(tmp_path / name, seed=seed) for seed, name in enumerate("ab")]
-    lines = lines_of(0, 1e9, "compare", *models, "--skip", "scan", "--out", tmp_path / "run")
-    assert [line.split(":")[0] for line in lines] == ["layer 0", "layer 1"]
-
-
 def test_models_that_read_text_print_a_line_per_model_and_per_minute(tmp_path: Path, lines_of):
     model, text = save_model(tmp_path / "model"), write_jsonl(tmp_path / "text.jsonl", texts(60))
     lines = lines_of(0, 1e9, "trace", model, "--text", text, "--out", tmp_path / "trace")
@@ -69,21 +61,6 @@ def test_models_that_read_text_print_a_line_per_model_and_per_minute(tmp_path: P
         "judging 2 of 3 models (reap)",
         "judging 3 of 3 models (random (seed 1))",
     ]
-
-
-@pytest.mark.slow
-def test_trainings_print_a_line_per_minute_and_a_study_one_per_training(tmp_path: Path, lines_of):
-    (tmp_path / "tiny.toml").write_text(TOML.format(steps=12))
-    words = ("train", tmp_path / "tiny.toml", "--out")
-    often = [line for line in lines_of(0, 0.1, *words, tmp_path / "run") if " of 12 steps" in line]
-    assert len(often) >= 2
-    steps = [int(re.search(r": (\d+) of 12 steps", line)[1]) for line in often]
-    assert steps == sorted(steps)
-    config = write_study(tmp_path / "study")
-    config.write_text(config.read_text().partition("[arms.broken]")[0])
-    lines = lines_of(0, 1e9, "study", config, "--out", tmp_path / "out")
-    labels = [line.split(":")[0] for line in lines if " steps" in line]
-    assert labels == [f"{arm} seed {seed}" for seed in (3, 5) for arm in ("top2", "unbalanced")]
 
 
 def test_lines_are_apart_and_say_how_long_it_takes(monkeypatch, capsys):

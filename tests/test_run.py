@@ -238,14 +238,6 @@ def test_a_copy_of_the_checkpoint_resumes_the_run_and_reuses_it(tmp_path):
     assert finished_run(tmp_path / "run", unknown) is None
 
 
-def test_equal_arguments_compare_equal_through_json(tmp_path):
-    leave_unfinished(tmp_path / "run", KeyboardInterrupt())
-    as_lists = json.loads(json.dumps(IDENTITY))
-    with open_run(tmp_path / "run", SCAN, as_lists) as writer:
-        assert writer.done_tasks() == {"layer0"}
-        finish(writer)
-
-
 def test_a_run_of_another_schema_version_is_not_continued(tmp_path):
     leave_unfinished(tmp_path / "run", KeyboardInterrupt())
     changed = {**info(tmp_path / "run"), "schema_version": SCHEMA_VERSION + 1}
@@ -302,17 +294,6 @@ def test_a_run_json_of_another_tool_is_refused_untouched(tmp_path, overwrite):
     assert (tmp_path / "run.json").read_text() == '{"experiment": 7}'
 
 
-def test_a_damaged_run_json_is_replaced_by_overwrite_as_its_message_says(tmp_path):
-    made(tmp_path / "run")
-    (tmp_path / "run" / "run.json").write_text("{")
-    with (
-        pytest.raises(BadInput, match="repeat the command of this run with --overwrite"),
-        open_run(tmp_path / "run", SCAN, IDENTITY),
-    ):
-        pass
-    assert made(tmp_path / "run", overwrite=True).info["status"] == "done"
-
-
 def test_a_file_in_the_way_is_refused(tmp_path):
     (tmp_path / "run").write_text("a file")
     with (
@@ -334,14 +315,6 @@ def test_a_folder_that_cannot_be_made_is_refused():
         open_run(Path("/proc/no/such"), SCAN, IDENTITY),
     ):
         pass
-
-
-def test_an_empty_folder_may_be_used_and_is_kept_when_the_work_fails(tmp_path):
-    (tmp_path / "run").mkdir()
-    with pytest.raises(RuntimeError), open_run(tmp_path / "run", SCAN, IDENTITY):
-        raise RuntimeError("boom")
-    assert listing(tmp_path) == ["run"]
-    made(tmp_path / "run")
 
 
 # --- status
@@ -368,24 +341,6 @@ def test_a_run_that_stops_after_its_first_task_says_how_it_stopped(tmp_path, err
 def test_a_failure_before_the_first_task_leaves_nothing_behind(tmp_path, error, place):
     leave_unfinished(tmp_path / place, error, layers=())
     assert listing(tmp_path) == []
-
-
-def test_a_second_failure_before_the_next_task_keeps_the_first(tmp_path):
-    leave_unfinished(tmp_path / "run", KeyboardInterrupt())
-    leave_unfinished(tmp_path / "run", RuntimeError("boom"), layers=())
-    assert info(tmp_path / "run")["status"] == "failed"
-    with open_run(tmp_path / "run", SCAN, IDENTITY) as writer:
-        assert writer.done_tasks() == {"layer0"}
-        finish(writer)
-
-
-def test_the_status_runs_from_running_to_done(tmp_path):
-    with open_run(tmp_path / "run", SCAN, IDENTITY) as writer:
-        assert info(tmp_path / "run")["status"] == "running"
-        assert info(tmp_path / "run")["process"] == os.getpid()
-        flush(writer, 0)
-        finish(writer)
-    assert info(tmp_path / "run")["status"] == "done"
 
 
 def test_an_error_after_the_run_is_done_does_not_undo_it(tmp_path):
@@ -529,12 +484,6 @@ def test_the_git_commit_is_that_of_the_folder_one_works_in(tmp_path, monkeypatch
         subprocess.run(["git", *command], check=True)
     shown = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=True)
     assert run_module.git_commit() == shown.stdout.strip()
-
-
-def test_run_json_holds_the_command_as_given(tmp_path):
-    with open_run(tmp_path / "run", SCAN, IDENTITY, command="moescope scan model --k 3") as writer:
-        flush(writer, 0)
-        assert finish(writer).info["command"] == "moescope scan model --k 3"
 
 
 # --- versions

@@ -261,14 +261,6 @@ def test_a_name_that_is_too_long_is_one_line(scanned, tmp_path, blank_page):
 DEEP = "[" * 100_000
 
 
-@pytest.mark.parametrize("name", ["config.json", "model.safetensors.index.json"])
-def test_deep_json_in_a_checkpoint_is_one_line(name, tmp_path):
-    model = tiny_checkpoint(tmp_path / "model", layers=1)
-    (model / name).write_text(DEEP)
-    assert name in call("scan", model, "--out", tmp_path / "run")
-    assert names(tmp_path) == ["model"]
-
-
 def test_deep_json_in_a_run_is_one_line_and_overwrite_replaces_it(tmp_path):
     model = tiny_checkpoint(tmp_path / "model", layers=1)
     run = scan(model, out=tmp_path / "run", quiet=True)
@@ -276,23 +268,6 @@ def test_deep_json_in_a_run_is_one_line_and_overwrite_replaces_it(tmp_path):
     assert "run.json: not valid JSON" in call("report", run.path)
     assert "run.json: not valid JSON" in call("scan", model, "--out", run.path)
     assert scan(model, out=run.path, overwrite=True, quiet=True).info["status"] == "done"
-
-
-@pytest.mark.parametrize("layers", ["9" * 5000, "1-" + "9" * 5000, "0-99999999999", "1e9", "-1"])
-def test_huge_layer_numbers_are_one_line(layers, tmp_path):
-    model = tiny_checkpoint(tmp_path / "model", layers=1)
-    assert "layers" in call("scan", model, f"--layers={layers}", "--out", tmp_path / "run")
-    assert names(tmp_path) == ["model"]
-
-
-@pytest.mark.parametrize("name", ["run.json", "alignment.parquet"])
-def test_a_file_that_is_a_folder_or_a_pipe_is_one_line(name, tmp_path, blank_page):
-    """Root may read everything, so what cannot be read here is a folder in a file's place."""
-    run = scan(tiny_checkpoint(tmp_path / "model", layers=1), out=tmp_path / "run", quiet=True)
-    (run.path / name).unlink()
-    (run.path / name).mkdir()
-    with pytest.raises(BadInput, match=name.replace(".", r"\.")):
-        Run.load(run.path).table("alignment")
 
 
 # --- what run.json says

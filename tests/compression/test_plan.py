@@ -68,19 +68,12 @@ HALF = [0.5, 0.5]
         (changed({"dominants": [2], "weights": [HALF, HALF]}), "2 groups, 1 dominants and 2 lists"),
         (changed({"weights": [[0.5, 0.6], HALF]}), "sum to 1.1, not to 1"),
         (changed({"weights": [[1.0], HALF]}), "are not one non-negative number per member"),
-        (changed({"weights": [[2.0, -1.0], HALF]}), "are not one non-negative number per member"),
-        (changed({"weights": [[float("nan"), 1.0], HALF]}), "are not one non-negative number per member"),
         (
             changed({"groups": [[0], [1], [2, 3]], "dominants": [0, 1, 2], "weights": [[1], [1], HALF]}),
             "router_KD has 2 rows for 3",
         ),
-        (changed({}), "'weights' is missing or malformed"),
-        (changed({"weights": "many"}), "is missing or malformed"),
-        ({"router": "bend"}, "router 'bend' is none of slice, fold, tie"),
         ({"router": "slice"}, "but a sliced router has no row for it"),
-        ({"matching": "perhaps"}, "matching 'perhaps' is none of"),
         ({"moescope_plan": 2}, "plan version 2 is not supported"),
-        ({"layers": []}, "it has no layer"),
     ],
 )
 def test_a_plan_that_cannot_be_meant_is_rejected_when_it_is_read(tmp_path, change, said):

@@ -310,7 +310,6 @@ ROWS = torch.ones(4, 16)
     [
         ({7: NewLayer([0, 1])}, "layer 7 is not an MoE layer; MoE layers: 0, 1"),
         ({0: NewLayer([0, 1, 2, 4])}, "no expert 4 to keep; it has 0 to 3"),
-        ({0: NewLayer([0, 1, 2, -1])}, "no expert -1"),
         ({0: NewLayer([0, 1, 2, new_expert(1)])}, "new experts need router_ED"),
         (
             {0: NewLayer([0, 1, 2, new_expert(1)], torch.ones(3, 16))},
@@ -321,10 +320,6 @@ ROWS = torch.ones(4, 16)
             "router_bias_E is given, but the source has none",
         ),
         (
-            {0: NewLayer([0, 1, 2, NewExpert(torch.ones(24, 16), torch.ones(16, 24))], ROWS)},
-            "new expert 3 lacks up_EFD",
-        ),
-        (
             {
                 0: NewLayer(
                     [0, 1, 2, NewExpert(torch.ones(24, 16), torch.ones(24, 16), torch.ones(24, 16))], ROWS
@@ -332,20 +327,11 @@ ROWS = torch.ones(4, 16)
             },
             r"down_EDF of new expert 3 has shape \[24, 16\], expected \[16, 24\]",
         ),
-        (
-            {
-                0: NewLayer(
-                    [0, 1, 2, NewExpert(lambda: torch.ones(16), torch.ones(16, 24), torch.ones(24, 16))], ROWS
-                )
-            },
-            r"gate_EFD of new expert 3 has shape \[16\]",
-        ),
         ({0: NewLayer([0, 1, 2, NAN], ROWS)}, "has NaN or Inf"),
         (
             {0: NewLayer([0, 1, 2])},
             "layer 0 would have 3 experts and layer 1 4, but config.json holds one number for all",
         ),
-        ({0: NewLayer([]), 1: NewLayer([])}, "would have no experts"),
         (
             {0: NewLayer([1]), 1: NewLayer([1])},
             "would have 1 experts, but top_k is 2; keep at least 2, or give a top_k",

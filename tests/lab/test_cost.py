@@ -57,13 +57,6 @@ def test_operations_are_those_that_torch_counts_in_the_matrix_products_of_a_real
     assert flops_per_token(config, LENGTH) + whole_rows - router_alone == pytest.approx(expected)
 
 
-def test_half_as_many_experts_twice_as_wide_cost_the_same():
-    assert flops_per_token(tiny("switch_top1", d_ff=32, experts=4), LENGTH) == pytest.approx(
-        flops_per_token(tiny("top2"), LENGTH), rel=0.02
-    )
-    assert flops_per_token(tiny("dense"), LENGTH) < flops_per_token(tiny("top2"), LENGTH)
-
-
 @pytest.mark.parametrize("router", list(ROUTERS))
 def test_counting_a_router_leaves_torch_s_random_numbers_alone(router):
     torch.manual_seed(1)
@@ -111,11 +104,3 @@ def test_a_grouped_product_counts_each_row_once():
     with FlopCount() as count:
         functional.grouped_mm(x, weights, offs=ends)
     assert count.flops == 2 * 12 * 8 * 16
-
-
-def test_counts_nest():
-    with FlopCount() as outer:
-        with FlopCount() as inner:
-            _ = A @ B
-        _ = A + 1
-    assert (outer.flops, inner.flops) == (240 + 24, 240)

@@ -197,13 +197,6 @@ def test_each_training_is_a_run_that_reports_are_made_of(whole: Run, tmp_path: P
     assert not (whole.path / "trainings" / "top2-seed-3" / "scan").exists()
 
 
-def test_the_last_checkpoint_alone_stays(whole: Run):
-    own = training(whole, "top2", 3)
-    assert [path.name for path in (own.path / "checkpoints").iterdir()] == ["step-6"]
-    assert [item["step"] for item in own.info["checkpoints"]] == [6]
-    assert load_model(own.path / "checkpoints" / "step-6")[0].config.router == "top2"
-
-
 @pytest.mark.slow
 def test_a_training_of_a_study_can_be_repeated_alone(whole: Run, config: Path, tmp_path: Path):
     arm = read_study(config).arms[0]

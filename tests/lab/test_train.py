@@ -125,25 +125,6 @@ def test_a_scan_and_trace_that_do_not_fit_the_training_are_made_anew(trained_run
 
 
 @pytest.mark.slow
-def test_somebody_elses_files_where_the_scan_would_go_are_a_warning_and_gone_with_them(
-    trained_run: Run, tmp_path: Path
-):
-    folder = shutil.copytree(trained_run.path, tmp_path / "run", ignore=shutil.ignore_patterns("scan"))
-    (folder / "scan").mkdir()
-    (folder / "scan" / "mine.txt").write_text("kept")
-    run = train(out=folder, resume=True, device="cpu", quiet=True)
-    assert isinstance(run, Run)
-    assert (
-        sum(said.startswith("the trained weights were not scanned: ") for said in run.info["warnings"]) == 1
-    )
-    (folder / "scan" / "mine.txt").unlink()
-    run = train(out=folder, resume=True, device="cpu", quiet=True)
-    assert isinstance(run, Run)
-    assert run.info["warnings"] == trained_run.info["warnings"]
-    assert "alignment" in Run.load(folder / "scan").tables
-
-
-@pytest.mark.slow
 def test_a_part_given_beside_its_training_is_shown_once(trained_run: Run):
     parts = [Run.load(trained_run.path / part) for part in ("scan", "trace")]
     alone, beside = (

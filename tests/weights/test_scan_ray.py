@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import functools
 import json
-import math
 import os
 import signal
 import subprocess
@@ -22,7 +21,7 @@ import pytest
 import torch
 
 import ray_work
-from checkpoints import edit_json, expert_name, tiny_checkpoint, tiny_config, tiny_tensors, write_checkpoint
+from checkpoints import edit_json, tiny_checkpoint, tiny_config, tiny_tensors, write_checkpoint
 from moescope import Run, scan
 from moescope.errors import BadInput
 from moescope.weights import layer as layer_module
@@ -113,34 +112,6 @@ def test_a_killed_worker_s_layer_is_done_again_and_nothing_twice(
     assert attempts == sorted([*(f"step0-layer{layer}-0" for layer in range(LAYERS)), "step0-layer1-1"])
 
 
-def test_bad_weights_met_by_a_worker_are_the_same_line_as_here(connected, tmp_path):
-    tensors = tiny_tensors()
-    tensors[expert_name(0, 2, "gate")][:] = math.nan
-    model = write_checkpoint(tmp_path / "model", tensors, tiny_config())
-    lines = []
-    for engine in ("local", "ray"):
-        with pytest.raises(BadInput) as caught:
-            scan(model, out=tmp_path / "runs" / engine, engine=engine, layers="0")
-        lines.append(str(caught.value))
-    assert lines[0] == lines[1]
-    assert "holds NaN" in lines[0]
-    assert not (tmp_path / "runs").exists()
-    marked = scan(model, out=tmp_path / "run", engine="ray", keep_going=True)
-    assert_equal_tables(marked, scan(model, out=tmp_path / "here", keep_going=True))
-
-
-def test_a_worker_that_sees_another_checkpoint_rejects_it(connected, tmp_path, monkeypatch):
-    model = tiny_checkpoint(tmp_path / "model")
-    monkeypatch.setattr(
-        type(scan_module.open_checkpoint(model)), "header_hash", lambda _: "of another machine"
-    )
-    with pytest.raises(
-        BadInput, match=r"model: another checkpoint, as the worker on .* sees it, than where the scan"
-    ):
-        on_ray(model, tmp_path / "run")
-    assert not (tmp_path / "run").exists()
-
-
 def test_a_worker_that_finds_no_checkpoint_says_where(connected, tmp_path, monkeypatch):
     model = tiny_checkpoint(tmp_path / "model")
     monkeypatch.setattr(scan_module.Step, "location", property(lambda _: str(tmp_path / "elsewhere")))
@@ -220,18 +191,6 @@ def analysed(monkeypatch) -> list[int]:
         lambda weights, *rest: layers.append(weights.layer) or real(weights, *rest),
     )
     return layers
-
-
-def test_a_killed_driver_s_run_is_finished_here_without_redoing_a_layer(
-    ray_cluster, start, tmp_path, model, here, analysed
-):
-    process = start(model, tmp_path / "run", 1, "--address", ray_cluster)
-    process.kill()
-    process.communicate()
-    assert json.loads((tmp_path / "run" / "run.json").read_text())["status"] == "running"
-    run = scan(model, out=tmp_path / "run", matrix="gate,down", router="raw,centered")
-    assert analysed == [2, 3, 4]
-    assert_equal_tables(run, here)
 
 
 def test_an_interrupted_scan_stops_ray_and_is_finished_on_another_cluster(
