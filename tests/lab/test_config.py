@@ -129,30 +129,20 @@ def test_what_cannot_be_used_is_refused_in_one_line_that_names_it(tmp_path, text
     assert "\n" not in str(caught.value)
 
 
-HUGE = [
-    *(
-        {"model": {key: 10**power}}
-        for key in ("layers", "d_ff", "experts", "vocabulary")
-        for power in (9, 15, 400)
-    ),
-    *({"model": {"d_model": 10**power}} for power in (9, 12, 400)),
-    *({"model": {"max_positions": 10**power}} for power in (15, 400)),
-    *({"train": {key: 10**power}} for key in ("steps", "epochs", "batch_size") for power in (15, 400)),
-]
+HUGE = [("model", key) for key in ("layers", "d_ff", "experts", "vocabulary", "d_model", "max_positions")]
+HUGE += [("train", key) for key in ("steps", "epochs", "batch_size")]
 
 
-@pytest.mark.parametrize("tables", HUGE, ids=lambda tables: next(iter(next(iter(tables.values())))))
+@pytest.mark.parametrize(("part", "key"), HUGE)
 @pytest.mark.parametrize("router", ["top2", "hash", "some", "dense"])
-def test_absurd_sizes_are_rejected_from_estimates(tables, router):
-    ((part, sizes),) = tables.items()
-    (key,) = sizes
-    if router == "dense" and key == "experts":
+def test_absurd_sizes_are_rejected_from_estimates(part, key, router):
+    if (router, key) == ("dense", "experts"):
         pytest.skip("it has one block per layer")
-    tables = {**tables, "model": {**tables.get("model", {}), "router": router}}
-    with pytest.raises(BadInput) as caught:
-        epochs_to_steps(config_from(tables), 1000)
-    assert f"[{part}] {'steps' if key == 'epochs' else key} = " in str(caught.value)
-    assert len(str(caught.value)) < 300
+    for size in (10**15, 10**400):
+        tables = {"model": {"router": router}, "train": {}}
+        tables[part][key] = size
+        with pytest.raises(BadInput, match=r"this training (needs|reads) more than"):
+            epochs_to_steps(config_from(tables), 1000)
 
 
 @pytest.mark.parametrize("key", ["warmup", "evaluate_every", "evaluation_rows", "checkpoint_every"])
@@ -161,13 +151,6 @@ def test_absurd_rhythms_are_rejected(key):
     for value in (10**10, 10**400):
         with pytest.raises(BadInput, match=rf"\[train\] {key} must be at most 1,000,000,000"):
             config_from({"train": {key: value}})
-
-
-@pytest.mark.parametrize("width", [10**9, 10**15, 10**400], ids=["1e9", "1e15", "1e400"])
-def test_absurd_options_of_a_router_are_rejected_from_estimates(width):
-    options = {"router": "spectra", "router_options": {"router_dim": width}}
-    with pytest.raises(BadInput, match="GB of memory, more than"):
-        config_from({"model": options})
 
 
 def test_a_study_is_not_planned_with_a_router_that_cannot_be_measured_here(monkeypatch):

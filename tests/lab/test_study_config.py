@@ -183,7 +183,10 @@ def test_a_study_survives_json():
             {"axes": {"model.layers": list(range(1, 200)), "model.experts": list(range(2, 99))}},
             "199 x 97 arms",
         ),
-        ({"axes": {"model.router": ["top2", "topk"], "model.d_ff": [8, 10**12]}}, "lower [model] d_ff = "),
+        (
+            {"axes": {"model.router": ["top2", "topk"], "model.d_ff": [8, 10**12]}},
+            "lower the sizes in [model]",
+        ),
         ({"keep": "some"}, "unknown keep 'some'; known: last, all, none"),
         ({"base": {"train": {"seed": 3}}}, "[base.train] seed: give the study's seeds instead"),
         (

@@ -8,8 +8,6 @@ import sys
 import tomllib
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, fields, replace
-from decimal import Decimal
-from fractions import Fraction
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -18,14 +16,11 @@ from moescope.arguments import one_of
 from moescope.decoder.config import DTYPES, Config, ModelConfig, Option, check_numbers, override
 from moescope.errors import BadInput, unknown_name
 
-SIZES = {
-    "model": ("vocabulary", "d_model", "layers", "d_ff", "experts", "max_positions"),
-    "train": ("steps", "batch_size"),
-}
 RHYTHM = ("warmup", "evaluate_every", "evaluation_rows", "checkpoint_every")
 MOST_ROWS = 10**9  # or steps, of each of them
 MOST_TOKENS = 10**15  # of a training; the largest ones known read 1e14
-MOST_GIGABYTES = 5_000  # of a training: 300 billion trained parameters
+MOST_BYTES = 5_000 * 10**9  # of a training: 300 billion trained parameters
+SMALLER = "lower the sizes in [model], or [train] batch_size"
 STATE = "training_state.pt"  # among the checkpoints: what a training is resumed from
 LAYOUTS = ("packed", "documents", "padded")
 TRAINED = ("routers", "routers+experts", "everything")
@@ -421,46 +416,21 @@ def check_size(config: LabConfig, where: str = "config") -> None:
 
     train = config.train
     tokens = train.batch_size * train.sequence_length
-    amounts = (
-        (train.steps * tokens, MOST_TOKENS, "tokens of text"),
-        (
-            training_bytes(config.model, tokens // train.micro_batches) // 10**9,
-            MOST_GIGABYTES,
-            "GB of memory",
-        ),
-    )
     reject_first(
         where,
         *(
             (getattr(train, key) > MOST_ROWS, f"[train] {key} must be at most {MOST_ROWS:,}")
             for key in RHYTHM
         ),
-        *(
-            (
-                amount > most,
-                f"this training needs at least {about(amount)} {unit}, more than {about(most)}; "
-                f"lower {largest_key(config)}",
-            )
-            for amount, most, unit in amounts
+        (
+            train.steps * tokens > MOST_TOKENS,
+            f"this training reads more than {MOST_TOKENS:,} tokens; lower [train] steps or batch_size",
+        ),
+        (
+            training_bytes(config.model, tokens // train.micro_batches) > MOST_BYTES,
+            f"this training needs more than {MOST_BYTES // 10**9:,} GB of memory; {SMALLER}",
         ),
     )
-
-
-def largest_key(config: LabConfig) -> str:
-    """Name the size that is largest in relation to the preset medium's."""
-    usual = PRESETS["medium"]
-    sizes = [
-        (Fraction(getattr(getattr(config, part), key), getattr(getattr(usual, part), key)), part, key)
-        for part, keys in SIZES.items()
-        for key in keys
-    ]
-    _, part, key = max(sizes)
-    return f"[{part}] {key} = {about(getattr(getattr(config, part), key))}"
-
-
-def about(number: int) -> str:
-    """Format a whole number of any length."""
-    return f"{number:,}" if number < 10**15 else f"{Decimal(number):.1e}"
 
 
 # --- from a verb's arguments

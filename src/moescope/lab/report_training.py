@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 from typing import Any
 
 import pandas as pd
@@ -11,7 +10,7 @@ import pandas as pd
 from moescope.errors import BadInput
 from moescope.lab.figures import BASE_LOSSES, LOSS_BY_RUN, LOSSES, SPEED
 from moescope.lab.tables import TRAIN_TABLES
-from moescope.plotting.style import RANDOM, byte_size, counted, listed, number, span
+from moescope.plotting.style import byte_size, counted, listed, number
 from moescope.reporting.pack import plain, table_payload
 from moescope.reporting.page import run_names
 from moescope.reporting.untrusted import plot_words
@@ -24,7 +23,6 @@ from moescope.routing.report_monitor import (
     key_numbers,
     load_findings,
     load_section,
-    worst_load,
 )
 from moescope.run import Run
 from moescope.verb import (
@@ -179,7 +177,7 @@ def overlay(runs: list[Run]) -> list[Section]:
     names = {path: plot_words(name) for path, name in run_names(runs).items()}
     rows = pd.concat([run.table("evaluations").assign(run=names[run.path]) for run in runs])
     figures = drawable([LOSS_BY_RUN], {"evaluations": rows})
-    findings = [*loss_differences(rows), *setting_differences(runs), *load_differences(runs, names)]
+    findings = [*loss_differences(rows), *setting_differences(runs)]
     return [
         Section("losses-of-all", "Training curves", findings=findings, figures=figures, tab="overview"),
         Section("losses-of-all", "Validation loss of all runs", figures=figures),
@@ -227,17 +225,6 @@ def setting_differences(runs: list[Run]) -> list[str]:
         parts.append(f"parameters ({', '.join('unknown' if n is None else f'{n:,}' for n in sizes)})")
     words = f"the runs differ in {listed(parts)}" if parts else "equal in all runs"
     return [Finding(f"Settings: {plot_words(words)}.", tab="methods")]
-
-
-def load_differences(runs: list[Run], names: dict[Path, str]) -> list[str]:
-    """Compare the worst load CV of routed trainings at their last step."""
-    worst = {names[run.path]: row for run in runs if is_routed(run) and (row := worst_load(run)) is not None}
-    if len(worst) < 2:
-        return []
-    values = [f"{number(row['value'])} ({name}, layer {row['layer']})" for name, row in worst.items()]
-    chance = span(pd.Series([float(row["chance"]) for row in worst.values()]))
-    text = f"Load balance at the end of training: worst CV {listed(values)}; {RANDOM}: {chance}."
-    return [Finding(text, figure="balance_by_step")]
 
 
 def model_of(run: Run) -> dict[str, Any]:

@@ -14,11 +14,12 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 import numpy as np
 
 from moescope.arguments import choose_device
-from moescope.errors import BadInput
+from moescope.errors import BadInput, reject_if
 from moescope.execution.model_names import checkpoint_identity
 from moescope.lab.config import (
     CONTROL,
     MODEL,
+    SMALLER,
     STATE,
     TRAINER,
     UPCYCLED,
@@ -26,7 +27,6 @@ from moescope.lab.config import (
     LabConfig,
     config_from,
     epochs_to_steps,
-    largest_key,
     settings_warnings,
     settle,
     settle_existing,
@@ -71,6 +71,7 @@ PARTS = ("scan", "trace", "validation")  # folders of a training's run besides i
 SMALL = 20_000_000  # parameters up to which several checkpoints are traced, not only the last
 MOST_TRACED = 4  # checkpoints
 TRACED_TOKENS = 40_000
+SETTINGS = ("config", "preset", "router", "from_", "seed")
 NOT_SCANNED = "the trained weights were not scanned"
 NOT_TRACED = "the routing of validation text was not traced"
 
@@ -132,7 +133,7 @@ def train(
 
     if tasks is not None and base is None:
         raise BadInput("--tasks is for --base; remove it, or name a base")
-    folder, settled, origin = read_settings(config, preset, router, from_, seed, resume, out, base, overwrite)
+    folder, settled, origin = read_settings(given)
     place = choose_device(device)
     avoid_broken_amx(place, settled.train.dtype == "bfloat16")
     with process_group(place) as ranks:
@@ -194,7 +195,7 @@ def count_parameters(
     --------
     >>> moescope.count_parameters(preset="some_a4")["parameters_total"]  # doctest: +SKIP
     """
-    _, settled, origin = read_settings(config, preset, router, from_, seed, resume, out, base)
+    _, settled, origin = read_settings(locals())
     check_texts(settled.data)
     if isinstance(settled, LabConfig) and settled.train.epochs:
         corpus = read_corpus(settled.data)
@@ -203,35 +204,24 @@ def count_parameters(
 
 
 def read_settings(
-    config: str | Path | dict[str, Any] | LabConfig | None,
-    preset: str | None,
-    router: str | None,
-    from_: str | Path | None,
-    seed: int | None,
-    resume: bool,
-    out: str | Path | None,
-    base: str | Path | None,
-    overwrite: bool = False,
+    given: dict[str, Any],
 ) -> tuple[Path | None, LabConfig | ExistingConfig, str | None]:
     """Return folder, config and origin of a training: of the run to resume, or as the arguments say.
 
     The origin is the checkpoint to start from, or the base.
     """
-    folder = None if out is None else Path(out)
+    config, preset, router, from_, seed = settings = [given[name] for name in SETTINGS]
+    folder, base = None if given["out"] is None else Path(given["out"]), given["base"]
     if base is not None:
         from moescope.lab.existing import settle_trained
 
-        for flag, value in (("--preset", preset), ("--from", from_)):
-            if value is not None:
-                raise BadInput(f"{flag} is for models of the lab; remove it, or --base")
-        if resume:
-            raise BadInput(
-                "--base with --resume: an unfinished training goes on when its command is repeated"
-            )
-        assert not isinstance(config, LabConfig)
+        reject_if(preset is not None, "--preset is for models of the lab; remove it, or --base")
+        reject_if(from_ is not None, "--from is for models of the lab; remove it, or --base")
+        again = "--base with --resume: an unfinished training goes on when its command is repeated"
+        reject_if(given["resume"], again)
         return folder, settle_trained(str(base), settle_existing(config, router, seed)), str(base)
-    if resume:
-        others = overwrite or any(value is not None for value in (config, preset, router, from_, seed))
+    if given["resume"]:
+        others = given.get("overwrite") or any(value is not None for value in settings)
         folder, info = run_to_resume(folder, "train", "training", others)
         arguments = dict(info["arguments"])
         origin = arguments.pop("from", None)
@@ -454,7 +444,7 @@ def check_memory(
         needed, line, remedy = size.memory, size.line(device, available), "train less of the model"
     else:
         tokens = train.batch_size * train.sequence_length // train.micro_batches // processes
-        needed, line, remedy = training_bytes(config.model, tokens), "", f"lower {largest_key(config)}"
+        needed, line, remedy = training_bytes(config.model, tokens), "", SMALLER
     if needed > available:
         each = " per process" if processes > 1 else ""
         raise BadInput(
