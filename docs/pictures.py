@@ -139,6 +139,14 @@ PICTURES = [
         part="trace",
     ),
     Picture(
+        "specialisation.webp",
+        "The dominant domain of every expert",
+        "Colour: the domain that uses an expert most; pale where permuted labels give as much.",
+        "runs/demo",
+        "specialisation_map",
+        part="trace",
+    ),
+    Picture(
         "routing-ribbon.webp",
         "A text, token by token",
         "The first expert of every token and layer; below, the experts shared with the previous token.",

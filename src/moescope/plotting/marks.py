@@ -26,6 +26,7 @@ from moescope.plotting.style import (
     DASHES,
     GREY,
     LINES_UP_TO,
+    PALE,
     base_layout,
     capital,
     category_style,
@@ -51,6 +52,7 @@ ROUNDED_CELLS = 32 * 32  # larger maps are rounded, or their digits would hardly
 SHADES = 250  # colours, and three digits
 SMALL = 260  # height of a figure among many
 CLUSTERED_FROM = 32  # experts from which on a map has related ones side by side
+NO_DOMAIN = "no token"  # in the place of a domain: of an expert that none uses
 ADDED = ("view", "run", "series")  # columns that a page adds where it puts runs or views side by side
 NUMBERED = ("layer", "expert", "router", "step", "seed", "k")  # keys whose values are numbers: "layer 3"
 SHAPES = ("circle", "square", "diamond", "triangle-up", "x", "cross", "star", "hexagon")
@@ -298,7 +300,8 @@ class Mark:
     def draw(self, tables: Tables) -> Figure:
         """Return the figure, with all its pages."""
         rows = self.rows(tables)
-        table = with_names(self.described, getattr(self, "by", ""), rows)
+        by = getattr(self, "by", "") or getattr(self, "hue", "")
+        table = with_names(self.described, by, categories(tables, by), rows)
         names, parts = zip(*self.split(rows), strict=True)
         pages = [self.page(part, table) for part in parts]
         start = 0 if self.pages == QUANTITY else int(np.argmax([drawn.surprise for drawn in pages]))
@@ -424,7 +427,8 @@ class Grid(Mark):
     """A map with a cell per value of `x` and `y`. Its colour is what lies outside a cell's own null interval.
 
     `ring` and `cross` name bool columns that mark cells; `order` names a column of places that put related
-    values of `x` side by side, from 32 values on.
+    values of `x` side by side, from 32 values on. With `hue`, a column of names, the colour says the name and
+    its strength how far the value is above chance. `label` names a column that stands in cells for values.
     """
 
     z: str | tuple[str, ...]
@@ -433,8 +437,10 @@ class Grid(Mark):
     ring: str = ""
     cross: str = ""
     order: str = ""
+    hue: str = ""
+    label: str = ""
 
-    VALUE, KEYS, COLUMNS = "z", ("x", "y"), ("ring", "cross", "order")
+    VALUE, KEYS, COLUMNS = "z", ("x", "y"), ("ring", "cross", "order", "hue", "label")
 
     def enough(self, rows: pd.DataFrame) -> bool:
         """One step is no course."""
@@ -502,7 +508,7 @@ class Grid(Mark):
             for flag, style in ((self.ring, RING), (self.cross, CROSS))
             if flag in frame
         ]
-        traces = [trace]
+        traces = [trace, *self.coloured(trace, frame, table, (xs, ys), ends)] if self.hue else [trace]
         for words, mask, style in marks:
             if mask.any():
                 style = {**style, **BESIDE_DIGITS} if style is RING and "text" in trace else style
@@ -514,8 +520,37 @@ class Grid(Mark):
         axes = {"xaxis": CATEGORIES, "yaxis": {**CATEGORIES, "autorange": "reversed", "automargin": True}}
         layout = base_layout(x_words.axis(self.x), y_words.axis(self.y), **axes)
         layout["height"] = min(max(300, 110 + 20 * len(ys)), 760)
-        caption = grid_caption(frame, table, name, (self.y, self.x))
+        caption = grid_caption(frame, table, name, (self.y, self.label or self.x))
         return Page(traces, caption, layout, surprise(frame, column))
+
+    def coloured(
+        self, trace: Trace, frame: pd.DataFrame, table: Table, at: tuple[list[Any], list[Any]], ends: Any
+    ) -> list[Trace]:
+        """Colour the cells by name, each as strongly as it is above chance; return the legend."""
+        names = list(table.quantity(self.hue).names)
+        styles, n = styles_of(table.quantity(self.hue), self.hue, names), len(names)
+        xs, ys = at
+
+        def matrix(values: pd.Series) -> np.ndarray:
+            rows = frame.assign(_cell=values).pivot(index=self.y, columns=self.x, values="_cell")
+            return rows.reindex(index=ys, columns=xs).to_numpy()
+
+        place = matrix(frame[self.hue].map({name: place for place, name in enumerate(names)})).astype(float)
+        strength = np.clip(np.asarray(trace["z"], float) / (ends[1] or 1.0), 0, 1)
+        trace |= {"z": place + 0.001 + 0.998 * strength, "zmin": 0, "zmax": n, "showscale": False}
+        stops = [[(i, PALE), (i + 1, style["color"])] for i, style in enumerate(styles)]
+        trace["colorscale"] = [[end / n, color] for pair in stops for end, color in pair]
+        words = frame[self.label].astype(str) if self.label else frame["_value"].map("{:.2f}".format)
+        trace |= {"text": matrix(words), "hovertext": matrix(frame[self.hue]), "meta": {"categories": True}}
+        first = f"{self.label} %{{text}}" if self.label else f"{words_of(self.x)} %{{x}}"
+        value = f"{table.label(self.values[0])} %{{customdata:.3g}}"
+        trace["hovertemplate"] = (
+            f"{words_of(self.y)} %{{y}}, {first}<br>%{{hovertext}}<br>{value}<extra></extra>"
+        )
+        squares = [{"color": style["color"], "symbol": "square", "size": 11} for style in styles]
+        return [
+            points(name, [None], [None], marker=square) for name, square in zip(names, squares, strict=True)
+        ]
 
     def places(self, frame: pd.DataFrame) -> tuple[list[Any], list[Any]]:
         """Return the values of both axes in their order."""
@@ -843,12 +878,21 @@ def grouped(frame: pd.DataFrame, by: str, table: Table) -> list[tuple[Any, pd.Da
     return sorted(parts, key=lambda part: known.get(part[0], len(known)))
 
 
-def with_names(table: Table, by: str, rows: dict[str, pd.DataFrame]) -> Table:
+def categories(tables: Tables, by: str) -> set[str]:
+    """Return the values of a key in all tables of a run: a domain has one colour in all of its figures."""
+    if not by.endswith("domain"):
+        return set()
+    seen = (frame[name] for frame in tables.values() for name in ("domain", "main_domain") if name in frame)
+    return {value for column in seen for value in column.dropna().unique() if value not in ("", NO_DOMAIN)}
+
+
+def with_names(table: Table, by: str, known: set[str], rows: dict[str, pd.DataFrame]) -> Table:
     """Return the table with the values of `by` named: each keeps its colour on every page."""
     column = table.quantity(by)
     if not by or column.names or by in NUMBERED or any(by not in part for part in rows.values()):
         return table
-    values = sorted({str(value) for part in rows.values() for value in part[by].dropna()})
+    found = {str(value) for part in rows.values() for value in part[by].dropna()}
+    values = [*sorted(known), *sorted(found - known)]
     named = replace(column, names=dict(zip(values, values, strict=True)))
     return replace(table, meanings={**table.meanings, table.key(by): named})
 

@@ -76,6 +76,7 @@ if TYPE_CHECKING:
 
 PHASES = ("prefill", "decode")
 FEW = 0.1  # of the median layer's tokens: a layer with fewer is not compared with the others
+OUTSIDE = 1.96  # standard deviations: outside its null interval an expert is grouped with its domain
 FEWEST_LAYERS = 3  # whose values by chance have a spread
 THREADS = 4  # of the vocabulary; each holds a few arrays of the sample's choices
 Row = dict[str, Any]
@@ -85,6 +86,7 @@ STEP_TABLES = (
     "routing_layers",
     "coactivation",
     "domains",
+    "specialisation",
     "vocabulary",
     "contexts",
     "expert_cosines",
@@ -177,8 +179,11 @@ class Traced:
             contexts = self.context_rows()
             for counts in main:
                 if len(self.corpus.domains) > 1:
-                    p_ME = domains[counts.phase, counts.layer].p_ME
-                    add("domains", counts, [domain_columns(counts, self.corpus, p_ME)])
+                    told = domains[counts.phase, counts.layer]
+                    add("domains", counts, [domain_columns(counts, self.corpus, told.p_ME)])
+                    if len(null_PE := told.null_PE):
+                        columns = specialisation_columns(counts, self.corpus.domains, null_PE)
+                        add("specialisation", counts, [columns])
                 add("contexts", counts, contexts.get(counts.layer, []))
                 for of, vectors in (("router", self.routers), ("outputs", self.outputs)):
                     if counts.layer in vectors:
@@ -574,6 +579,7 @@ class DomainStatistics:
     rows: list[Row] = field(default_factory=list)
     p_ME: Array | None = None
     z_ME: Array | None = None  # of the affinities, NaN where there are too few tokens
+    null_PE: Array = field(default_factory=lambda: np.zeros((0, 0)))  # largest shares with permuted labels
 
 
 def domain_statistics(layers: Sequence[LayerCounts], corpus: Corpus, seed: int) -> list[DomainStatistics]:
@@ -595,9 +601,8 @@ def domain_statistics(layers: Sequence[LayerCounts], corpus: Corpus, seed: int) 
         information_P = information(permuted_PME)
         z_PME = affinity_z(np.concatenate([text_ME[None], permuted_PME]))
         z_PME[..., too_few(counts)] = np.nan
-        told.append(
-            DomainStatistics(domain_metric_rows(counts, corpus, permuted_PME, information_P), z_ME=z_PME[0])
-        )
+        rows = domain_metric_rows(counts, corpus, permuted_PME, information_P)
+        told.append(DomainStatistics(rows, z_ME=z_PME[0], null_PE=domain_shares(permuted_PME).max(1)))
         most_information = np.fmax(most_information, information_P - information_P.mean())
         most_z = np.fmax(most_z, np.fmax.reduce(z_PME, axis=(1, 2)))
     for one in told:
@@ -670,4 +675,25 @@ def domain_columns(counts: LayerCounts, corpus: Corpus, p_ME: Array | None = Non
         "few": np.repeat(few_E, domains),
         "affinity_p": p,
         "claimed": flags(p < LEVEL, ~np.isnan(p)),
+    }
+
+
+def specialisation_columns(counts: LayerCounts, domains: Sequence[str], null_PE: Array) -> dict[str, Any]:
+    """Return the columns of the specialisation table; `null_PE`: the largest shares with permuted labels."""
+    share_ME = domain_shares(counts.counts_MBE.sum(1).astype(float))
+    domain_E, share_E = np.nan_to_num(share_ME).argmax(0), share_ME.max(0)
+    null = np.ma.masked_invalid(null_PE)
+    chance_E, noise_E = null.mean(0).filled(np.nan), null.std(0).filled(np.nan)
+    few_E = too_few(counts)
+    beyond_E = (share_E > chance_E + OUTSIDE * noise_E) & np.logical_not(few_E)
+    by_name = np.argsort(np.argsort(np.array(domains, dtype=str)))
+    order_E = np.lexsort((-share_E, np.where(beyond_E, by_name[domain_E], len(domains))))
+    return {
+        "expert": np.arange(counts.n_experts),
+        "main_domain": np.array(domains, dtype=object)[domain_E],
+        "dominant_share": share_E,
+        "dominant_chance": chance_E,
+        "dominant_noise": np.where(noise_E > ROUNDING, noise_E, np.nan),
+        "few": few_E,
+        "group_place": np.argsort(order_E),
     }

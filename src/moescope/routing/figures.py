@@ -107,6 +107,8 @@ MAPS = define_figures(TABLES, *(
     for of, words in (("router", "router rows"), ("coactivation", "co-activation profiles"), ("outputs", "mean outputs"))
 ))
 SPECIALISED = define_figures(TABLES,
+    Grid("specialisation_map", "specialisation", z="dominant_share", x="group_place", hue="main_domain", label="expert", wide=True, title="Dominant domain of every expert",
+        details="Colour: the domain that uses the expert most; its strength: how far that share lies above that of permuted labels of documents. Pale: within the 95 % interval of permuted labels. Each layer's experts stand in groups, the strongest first."),
     Grid("affinity_heatmap", "domains", z="affinity", y="domain", ring="claimed", pages="layer", wide=True, title="Domain affinity of experts",
         details="Colour starts where the noise over documents ends. Ringed: unlike the mean domain, corrected over all experts, layers and domains."),
     Lines("specialisation_by_layer", "routing_layers", y=SPECIALISATION, pages=QUANTITY, title="Specialisation by layer",

@@ -101,6 +101,7 @@ M.figures = (() => {
       const name = axisTitle(plot.layout, axis);
       if ((name === "layer" || name === "expert") && Number.isInteger(Number(value))) changes[name] = Number(value);
     }
+    if (/expert %\{text\}/.test(point.data.hovertemplate) && point.text !== undefined) changes.expert = Number(point.text);
     if (layerOf(point.data) !== undefined) changes.layer = layerOf(point.data);
     if (Object.keys(changes).length) M.state.set(changes);
   }
@@ -177,7 +178,7 @@ M.figures = (() => {
       Array.from(full.z).forEach((row, i) => Array.from(row).forEach((z, j) => {
         if (!Number.isFinite(z)) return;
         const color = M.inkOn(M.blend(data[index].colorscale ?? full.colorscale, (z - full.zmin) / (full.zmax - full.zmin || 1)));
-        notes.push({ x: place(full.x, j), y: place(full.y, i), text: Number(full.text?.[i]?.[j] ?? z).toFixed(2), showarrow: false, font: { size: full.textfont.size, color } });
+        notes.push({ x: place(full.x, j), y: place(full.y, i), text: full.text?.[i]?.[j] ?? "", showarrow: false, font: { size: full.textfont.size, color } });
       }));
     });
     return notes;
