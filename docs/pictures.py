@@ -140,7 +140,7 @@ PICTURES = [
     ),
     Picture(
         "specialisation.webp",
-        "The dominant domain of every expert",
+        "The main domain of every expert",
         "Colour: the domain that uses an expert most; pale where permuted labels give as much.",
         "runs/demo",
         "specialisation_map",

@@ -417,3 +417,62 @@ def test_a_run_draws_every_figure_it_lists_and_narrows_it_to_a_selection(traced_
         "step == 100 and phase == 'prefill' and domain == '' and metric == 'cv'"
     )
     np.testing.assert_array_equal(line("cv_by_layer", step=100)["y"], rows.sort_values("layer")["value"])
+
+
+# --- Lorenz curve, load over training
+
+
+def totals_of(loads_E, step=0, layer=0, tokens=1000, k=2):
+    columns = load_total_columns(counted(np.asarray(loads_E, float)[None, None], tokens, layer, k))
+    return {"step": step, "layer": layer, "layer_name": f"layer {layer}", **columns}
+
+
+def test_of_random_routing_the_lorenz_curve_lies_in_its_band_and_uneven_loads_above_it():
+    generator, outside = np.random.default_rng(0), []
+    for _ in range(100):
+        chosen = generator.random((1000, 16)).argsort(1)[:, :2]
+        one = totals_of(np.bincount(chosen.ravel(), minlength=16))
+        inside = (one["load_share_low"] <= one["load_share"]) & (one["load_share"] <= one["load_share_high"])
+        outside.append(~inside[one["rank_share"] < 1])
+    assert 0.01 < np.mean(outside) <= 0.08  # 200 draws make the ends
+    rows = load_totals([totals_of([260, *[116] * 15])])
+    figure = next(spec for spec in FIGURES if spec.name == "lorenz").draw({"load_totals": rows})
+    band = next(trace for trace in figure.data if trace.get("fill") == "toself")
+    curve = next(trace for trace in figure.data if trace["name"] == "layer 0")
+    upper = dict(zip(band["x"][16:], band["y"][16:], strict=True))
+    above = [share > upper[rank] for rank, share in zip(curve["x"], curve["y"], strict=True)]
+    assert all(above[:8])
+    assert not above[-1]
+
+
+def test_load_over_training_is_a_small_map_per_layer_with_deaths_and_births_marked():
+    """Expert 5 of layer 1 gets nothing in steps 30 to 50, and one token of 1,000 in step 60 is no birth."""
+    generator, rows = np.random.default_rng(0), []
+    for step in range(10, 110, 10):
+        for layer in range(3):
+            loads = generator.multinomial(8000, [1 / 8] * 8).astype(float)
+            if layer == 1 and 30 <= step <= 60:
+                loads[5] = step == 60
+            rows.append(totals_of(loads, step, layer, 4000))
+    totals = load_totals(rows)
+    spec = next(spec for spec in STEPS if spec.name == "load_by_step")
+    figure = spec.draw({"load_totals": totals})
+    validate(figure)
+    maps = [trace for trace in figure.data if trace["type"] == "heatmap"]
+    assert [trace["name"] for trace in maps] == ["layer 0", "layer 1", "layer 2"]
+    assert [trace["xaxis"] for trace in maps] == ["x", "x2", "x3"]
+    assert len({(trace["zmin"], trace["zmax"]) for trace in maps}) == 1
+    marks = {trace["name"]: trace for trace in figure.data if trace["type"] == "scatter"}
+    assert {name: (mark["x"], mark["y"], mark["xaxis"]) for name, mark in marks.items()} == {
+        "dies": (["30"], ["5"], "x2"),
+        "comes back": (["70"], ["5"], "x2"),
+    }
+    np.testing.assert_allclose(
+        maps[1]["customdata"][5], totals.query("layer == 1 and expert == 5")["times_even"]
+    )
+    assert [note["text"] for note in figure.layout["annotations"]] == ["layer 0", "layer 1", "layer 2"]
+
+
+def test_an_expert_of_few_expected_tokens_is_not_called_dead():
+    assert not totals_of([0, 9, 9, 6], tokens=12)["dead"].any()
+    assert totals_of([0, 90, 90, 60], tokens=120)["dead"].tolist() == [True, False, False, False]

@@ -60,6 +60,7 @@ RING = {"symbol": "circle-open", "color": "#111111", "size": 9, "line": {"width"
 BESIDE_DIGITS = {"size": 5, "standoff": 16, "angle": 250}  # of a ring: it must not cover a cell's digits
 CROSS = {"symbol": "x", "color": "#FFFFFF", "size": 7, "line": {"width": 1, "color": "#1A1D21"}}
 HATCH = {"symbol": "line-ne-open", "color": GREY, "size": 9}
+TURNS = {"dead": ("dies", "comes back")}  # bool column -> words where it begins and ends
 QUIET: dict[str, Any] = {"showlegend": False, "hoverinfo": "skip"}
 REFERENCES = ("chance", "noise", "least", "most")
 
@@ -429,6 +430,9 @@ class Grid(Mark):
     `ring` and `cross` name bool columns that mark cells; `order` names a column of places that put related
     values of `x` side by side, from 32 values on. With `hue`, a column of names, the colour says the name and
     its strength how far the value is above chance. `label` names a column that stands in cells for values.
+
+    `panels` names a key with a small map per value, side by side with one scale. `turns` names a bool column:
+    a cross stands where it becomes true along `x`, a ring where it ends.
     """
 
     z: str | tuple[str, ...]
@@ -439,17 +443,23 @@ class Grid(Mark):
     order: str = ""
     hue: str = ""
     label: str = ""
+    panels: str = ""
+    turns: str = ""
 
-    VALUE, KEYS, COLUMNS = "z", ("x", "y"), ("ring", "cross", "order", "hue", "label")
+    VALUE, KEYS = "z", ("x", "y")
+    COLUMNS = ("ring", "cross", "order", "hue", "label", "panels", "turns")
 
     def enough(self, rows: pd.DataFrame) -> bool:
         """One step is no course."""
         return len(rows) > 0 and ("step" not in self.keys or rows["step"].nunique() > 1)
 
-    def page(self, rows: dict[str, pd.DataFrame], table: Table) -> Page:
+    def page(self, rows: dict[str, pd.DataFrame], table: Table, whole: pd.DataFrame | None = None) -> Page:
         ((name, frame),) = rows.items()
+        if whole is None and self.panels in frame and frame[self.panels].nunique() > 1:
+            return self.side_by_side(name, frame, table)
         column = table.quantity(name)
-        drawn, ends, ticks = signal(frame, column)
+        drawn, ends, ticks = signal(frame if whole is None else whole, column)
+        drawn = drawn if whole is None else drawn[whole.index.get_indexer(frame.index)]
         frame = frame.assign(_drawn=np.where(frame["_few"], np.nan, drawn))
         xs, ys = self.places(frame)
         z, values = (
@@ -508,6 +518,11 @@ class Grid(Mark):
             for flag, style in ((self.ring, RING), (self.cross, CROSS))
             if flag in frame
         ]
+        if self.turns in frame:
+            is_on = flags(frame.sort_values(self.x)[self.turns])
+            change = is_on.astype(int).groupby(frame[self.y]).diff().reindex(frame.index)
+            begun, ended = TURNS.get(self.turns, (f"{self.turns} from here", "no longer"))
+            marks += [(begun, change == 1, CROSS), (ended, change == -1, RING)]
         traces = [trace, *self.coloured(trace, frame, table, (xs, ys), ends)] if self.hue else [trace]
         for words, mask, style in marks:
             if mask.any():
@@ -522,6 +537,43 @@ class Grid(Mark):
         layout["height"] = min(max(300, 110 + 20 * len(ys)), 760)
         caption = grid_caption(frame, table, name, (self.y, self.label or self.x))
         return Page(traces, caption, layout, surprise(frame, column))
+
+    def side_by_side(self, name: str, frame: pd.DataFrame, table: Table) -> Page:
+        """Return a small map per value of `panels`, in rows of three or four."""
+        parts = list(frame.groupby(self.panels))
+        across = 3 if len(parts) <= 12 else 4
+        down = -(-len(parts) // across)
+        traces: list[Trace] = []
+        layout = base_layout(table.quantity(self.x).axis(self.x), table.quantity(self.y).axis(self.y))
+        titles = {end: layout[f"{end}axis"]["title"] for end in "xy"}
+        layout |= {"annotations": [], "height": 90 + 130 * down}
+        named: set[str] = set()
+        for place, (value, part) in enumerate(parts):
+            row, column = divmod(place, across)
+            left, top = column / across, 1 - row / down
+            page = replace(self, small=True).page({name: part}, table, frame)
+            words = value_words(table.quantity(self.panels), self.panels, value)
+            axis = str(place + 1) if place else ""
+            for trace in page.traces:
+                trace |= {"xaxis": f"x{axis}", "yaxis": f"y{axis}"}
+                if trace["type"] == "heatmap":
+                    trace |= {"name": words, "showscale": not place, "xgap": 0, "ygap": 0}
+                else:
+                    trace |= {"showlegend": trace["name"] not in named, "legendgroup": trace["name"]}
+                    named.add(trace["name"])
+            traces += page.traces
+            spans = {"x": [left, left + 0.92 / across], "y": [top - 0.82 / down, top - 0.08 / down]}
+            for end, domain in spans.items():
+                own = {**page.layout[f"{end}axis"], "domain": domain, "nticks": 4}
+                own["anchor"] = f"{'y' if end == 'x' else 'x'}{axis}"
+                outer = column == 0 if end == "y" else place + across >= len(parts)
+                own["title"] = titles[end] if outer else {"text": ""}
+                layout[f"{end}axis{axis}"] = own
+            note = {"text": words, "x": left, "y": top - 0.08 / down, "xref": "paper", "yref": "paper"}
+            more = {"xanchor": "left", "yanchor": "bottom", "showarrow": False, "font": {"size": 11}}
+            layout["annotations"].append({**note, **more})
+        caption = grid_caption(frame, table, name, (self.panels, self.y, self.x))
+        return Page(traces, caption, layout, surprise(frame, table.quantity(name)))
 
     def coloured(
         self, trace: Trace, frame: pd.DataFrame, table: Table, at: tuple[list[Any], list[Any]], ends: Any
@@ -576,7 +628,7 @@ class Matrix(Grid):
     x: str = "expert_a"
     y: str = "expert_b"
 
-    def page(self, rows: dict[str, pd.DataFrame], table: Table) -> Page:
+    def page(self, rows: dict[str, pd.DataFrame], table: Table, whole: pd.DataFrame | None = None) -> Page:
         ((name, frame),) = rows.items()
         swapped = {self.x: self.y, self.y: self.x}
         if self.order.endswith("_a") and (other := f"{self.order[:-1]}b") in frame:

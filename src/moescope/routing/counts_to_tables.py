@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from moescope.routing.expert_maps import DRAWN_FROM, coactivation_order, expert_maps, map_facts
 from moescope.routing.load_balance import (
     FEWEST_EXPECTED,
+    NEARLY_UNUSED,
     Setting,
     balancing_loss,
     balancing_loss_interval,
@@ -337,6 +338,8 @@ def load_total_columns(counts: LayerCounts, gates: bool = True, experts: int | N
     rank_E = np.argsort(np.argsort(-load_E, kind="stable"), kind="stable")
     setting = Setting(counts.tokens, n, counts.mean_k)
     draws = setting.draws if even else np.zeros((1, n))
+    curves_DE = lorenz(draws)
+    low_E, high_E = np.quantile(curves_DE, [0.025, 0.975], axis=0)
     looks = (experts or n) / n
     weight_E = counts.gate_weight_MBE.sum((0, 1))
     return {
@@ -350,9 +353,12 @@ def load_total_columns(counts: LayerCounts, gates: bool = True, experts: int | N
         "gate_times_even": divide(weight_E, weight_E.mean()) if gates else None,
         "rank_share": (rank_E + 1) / n,
         "load_share": lorenz(load_E)[rank_E],
-        "load_share_chance": lorenz(draws).mean(0)[rank_E],
+        "load_share_chance": curves_DE.mean(0)[rank_E],
+        "load_share_low": low_E[rank_E],
+        "load_share_high": high_E[rank_E],
         "reference": rank_E == (n - 1) // 2,
         "unused": load_E == 0,
+        "dead": (load_E < NEARLY_UNUSED * even) & (even >= FEWEST_EXPECTED),
         "few": bool(even < FEWEST_EXPECTED),
         "load_at_collapse": n / setting.k_at_collapse,
         "busiest_by_chance": busiest_quantile(setting, 0.5 ** (1 / looks)),

@@ -23,6 +23,7 @@ EQUAL_GATES = 1e-9  # relative variance of gates below which they are equal
 # Estimates by the other documents' order vary more than the plain value. Chosen by simulation: with 1, Gini's
 # interval covers 0.88 for one busy expert of 64, with 1.3 0.92 for even loads, with sqrt 2 at least 0.93.
 WIDER = np.sqrt(2)
+NEARLY_UNUSED = 0.01  # load over the mean below which an expert counts as unused in alerts, or as dead
 FEWEST_EXPECTED = 5.0  # expected tokens below which a count is not judged
 
 

@@ -35,7 +35,14 @@ from moescope.routing.counts_to_tables import (
     metric_rows,
     separation_rows,
 )
-from moescope.routing.load_balance import cv, divide, load_entropy_share, max_over_mean, unused
+from moescope.routing.load_balance import (
+    NEARLY_UNUSED,
+    cv,
+    divide,
+    load_entropy_share,
+    max_over_mean,
+    unused,
+)
 from moescope.routing.monitor_capture import RouterGradients, StepCounts, TrainingCapture, Window, losses_of
 from moescope.routing.tables import TABLES
 from moescope.run import Run, RunWriter, jsonable, open_run, read_run_json, remove_tasks, write_table
@@ -67,7 +74,6 @@ ALWAYS = (
     "alerts",
 )  # written even without rows
 FEWEST_LOAD = 10  # expected tokens per expert below which loads raise no alert: some are unused by chance
-NEARLY_UNUSED = 0.01  # load over the mean below which an expert counts as unused in alerts
 COLLAPSED = "collapsed"
 COLLAPSED_WINDOWS = 2  # in a row: while a training warms up, single windows can be as uneven
 DOMAIN = "train"
