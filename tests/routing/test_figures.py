@@ -474,5 +474,5 @@ def test_load_over_training_is_a_small_map_per_layer_with_deaths_and_births_mark
 
 
 def test_an_expert_of_few_expected_tokens_is_not_called_dead():
-    assert not totals_of([0, 9, 9, 6], tokens=12)["dead"].any()
+    assert not totals_of([0, 6, 6, 4], tokens=8)["dead"].any()
     assert totals_of([0, 90, 90, 60], tokens=120)["dead"].tolist() == [True, False, False, False]
