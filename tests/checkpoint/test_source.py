@@ -27,7 +27,9 @@ from checkpoints import (
     tiny_tensors,
     write_checkpoint,
 )
+from families.tiny_models import tiny_model
 from moescope.checkpoint import open_checkpoint
+from moescope.checkpoint.source import in_memory
 from moescope.errors import BadInput
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16, torch.float64]
@@ -457,3 +459,18 @@ def test_files_that_may_not_be_read_are_refused_by_name():
         assert line.startswith(f"{path}"), line
         assert "no permission to read; change the file's mode or owner" in line
     assert lines[-1] == "read"
+
+
+# --- a running model in the place of files
+
+
+def test_a_model_in_memory_reads_as_copies_that_the_model_cannot_change():
+    model = tiny_model("qwen3_moe").model
+    weights = in_memory(model, "the model")
+    name = "model.layers.1.mlp.gate.weight"
+    whole, row = weights.read(name), weights.read(name, 1)
+    assert torch.equal(whole[1], row)
+    with torch.no_grad():
+        model.model.layers[1].mlp.gate.weight.zero_()
+    assert whole.abs().sum() > 0
+    assert row.abs().sum() > 0

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from pathlib import Path
 
@@ -357,27 +356,6 @@ def test_overwriting_shows_no_old_scan(base, tuned, tmp_path):
     again = compare(base, tuned, out=tmp_path / "run", layers=0, skip="scan", overwrite=True, quiet=True)
     assert "verdict" not in findings(again)
     assert [section.anchor for section in again.verb.sections(again, Selection())] == ["distances", "drift"]
-
-
-def test_an_interrupted_comparison_resumes_at_its_layer(run, base, tuned, tmp_path, monkeypatch):
-    done: list[int] = []
-    compare_layer = compare_module.compare_layer
-
-    def counted(opened, settings, device, layer, tick):
-        if len(done) == 2:
-            done.append(layer)
-            raise KeyboardInterrupt
-        done.append(layer)
-        return compare_layer(opened, settings, device, layer, tick)
-
-    monkeypatch.setattr(compare_module, "compare_layer", counted)
-    with pytest.raises(KeyboardInterrupt):
-        compare(base, tuned, out=tmp_path / "run", skip="scan", quiet=True)
-    assert json.loads((tmp_path / "run" / "run.json").read_text())["status"] == "interrupted"
-    resumed = compare(base, tuned, out=tmp_path / "run", skip="scan", quiet=True)
-    assert done == [0, 1, 2, 2]
-    for name in ("geometry", "geometry_layers"):
-        pd.testing.assert_frame_equal(resumed.table(name), run.table(name))
 
 
 # --- two runs

@@ -10,15 +10,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors import safe_open
 
 from compression.tiny_plans import FAMILIES, merging_plan, pruning_plan, saved
 from families.test_writing import load, on_disk, same_bits
-from families.tiny_models import find_blocks, own_biases, own_experts, router_of, tiny_model
-from moescope.checkpoint import open_checkpoint
+from families.tiny_models import find_blocks, own_biases, own_experts, router_of
 from moescope.compression.applying import apply_plan, planned_bytes
 from moescope.errors import BadInput
-from moescope.families import read_moe
 from moescope.types import LayerPlan
 
 DATA = "*.safetensors"
@@ -160,16 +157,3 @@ def test_a_plan_with_tied_router_rows_a_wrong_shape_or_another_checkpoint_is_not
         with pytest.raises(BadInput, match=said):
             apply_plan(moe, bad, arrays, tmp_path / "small")
     assert not (tmp_path / "small").exists()
-
-
-def test_deepseek_s_bias_for_choosing_is_sliced_with_its_rows(tmp_path):
-    _, moe = saved(tmp_path / "source", "deepseek_v3")
-    plan = pruning_plan(moe, 2)
-    apply_plan(moe, plan, {}, tmp_path / "small")
-    small = read_moe(open_checkpoint(tmp_path / "small"))
-    for layer in plan.layers:
-        before, after = (found.layers[layer.layer].correction_bias_E for found in (moe, small))
-        assert torch.equal(after.read(), before.read()[list(layer.dominants)])
-    with safe_open(next((tmp_path / "small").glob(DATA)), "pt") as file:
-        assert any("correction_bias" in name for name in file.keys())  # noqa: SIM118
-    assert tiny_model("deepseek_v3").blocks

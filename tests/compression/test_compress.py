@@ -17,7 +17,6 @@ import pytest
 import torch
 
 from families.test_writing import on_disk, same_bits
-from moescope.compression import steps
 from moescope.compression.calibration import load_sums, save_sums
 from moescope.compression.plan import read_plan
 from moescope.compression.tables import TABLES
@@ -160,41 +159,6 @@ def test_a_plan_made_first_and_carried_out_later_gives_the_same_files(run, place
     same_bits(on_disk(tmp_path / "bare"), on_disk(place / "small"))
     assert bare.tables == ["clusters", "damage"]
     assert bare.info["warnings"] == ["not judged: no text was given"]
-
-
-@pytest.mark.parametrize(
-    "stopped_in",
-    ["judge_models", *(pytest.param(step, marks=pytest.mark.slow) for step in ("plan_step", "apply_step"))],
-)
-def test_an_interrupted_run_goes_on_from_the_piece_it_had_reached(
-    run, place, tmp_path, monkeypatch, stopped_in
-):
-    given = {
-        "method": "reap",
-        "keep": 0.5,
-        "text": place / "text.jsonl",
-        "apply": tmp_path / "small",
-        "out": tmp_path / "run",
-        "controls": 2,
-        "quiet": True,
-    }
-
-    def stop(*given):
-        raise KeyboardInterrupt
-
-    with monkeypatch.context() as patch:
-        patch.setattr(steps, stopped_in, stop)
-        with pytest.raises(KeyboardInterrupt):
-            compress(place / "model", **given)
-    info = json.loads((tmp_path / "run" / "run.json").read_text())
-    assert info["status"] == "interrupted"
-    with monkeypatch.context() as patch:
-        patch.setattr(steps, "calibrate_text", lambda *given: pytest.fail("calibrated again"))
-        resumed = compress(place / "model", **given)
-    assert plain(resumed) == plain(run)
-    same_bits(on_disk(tmp_path / "small"), on_disk(place / "small"))
-    assert not (tmp_path / "run" / "parts").exists()
-    assert resumed.info["applied"] == str(tmp_path / "small")
 
 
 def test_a_text_of_one_document_is_parted_in_two_and_that_is_said(place, tmp_path):

@@ -78,14 +78,6 @@ def test_merged_models_of_other_families_load_without_a_word_and_generate(tmp_pa
     assert damage["router_kl"].notna().all()
 
 
-def test_fitted_rows_are_nearer_the_old_router_than_mean_rows(tmp_path, text):
-    run = planned(model_of(tmp_path), text, tmp_path / "run", "hc_smoe")
-    settings = run.info["setup"]["plan_settings"]
-    assert settings["router_kl"] < settings["router_kl_of_mean_rows"]
-    layers = run.table("damage").query("layer.notna()")
-    assert layers["router_kl"].mean() == pytest.approx(settings["router_kl"], rel=1e-3)
-
-
 def test_merging_to_all_experts_changes_no_bit_of_a_tensor(tmp_path, text):
     model = model_of(tmp_path)
     planned(model, text, tmp_path / "run", "hc_smoe_permuted", keep=4, apply=tmp_path / "same")
@@ -111,15 +103,6 @@ def test_tied_routers_lose_nothing_of_the_router_and_less_of_the_output_than_fol
     assert tied["predicted_error"].mean() < folded["predicted_error"].mean()
     with pytest.raises(BadInput, match="use --router fold"):
         planned(model, text, tmp_path / "other", "m_smoe", router="tie", apply=tmp_path / "small")
-
-
-def test_members_weigh_by_their_tokens(tmp_path, text):
-    run = planned(model_of(tmp_path), text, tmp_path / "run", "m_smoe", keep=2)
-    rows = run.table("clusters").query("layer == 0").set_index("expert")
-    tokens = run.table("saliency").query("layer == 0").set_index("expert")["tokens"]
-    for _, group in rows.groupby("cluster"):
-        shares = tokens[group.index] / tokens[group.index].sum()
-        assert group["weight"].to_numpy() == pytest.approx(shares.to_numpy())
 
 
 def test_random_groups_of_a_control_have_the_plan_s_sizes(tmp_path, text):

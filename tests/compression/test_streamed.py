@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -13,9 +12,8 @@ import pytest
 
 import moescope
 from execution.test_streamed_memory import save
-from moescope.compression import steps
 from moescope.errors import BadInput
-from moescope.execution.streamed import FileStates, StreamedModel, load_streamed
+from moescope.execution.streamed import FileStates, load_streamed
 from routing.tiny_text import save_model, texts, write_jsonl
 
 
@@ -85,50 +83,6 @@ def test_an_interrupted_calibration_resumes_at_its_layer(place, tmp_path, too_li
 @pytest.fixture(scope="module")
 def resident(place, tmp_path_factory):
     return compress(place, tmp_path_factory.mktemp("runs") / "resident", execution="resident")
-
-
-@pytest.mark.parametrize(
-    "stopped", [(2, 1), *(pytest.param(place, marks=pytest.mark.slow) for place in ((0, 1), (1, 2), (3, 3)))]
-)
-def test_an_interrupted_judgement_resumes_at_its_pass_and_layer(
-    place, tmp_path, monkeypatch, resident, stopped
-):
-    """Its passes: the original's states, its losses, the compressed model, a control; (pass, layer)."""
-    own_put, own_parts, own_judge = FileStates.put, StreamedModel.loaded_parts, steps.judge_models
-    own_expect, passes, began = StreamedModel.expect, [], []
-
-    def interrupted(states, batch, value):
-        if began and (len(passes) - 1, states.part) == stopped:
-            raise KeyboardInterrupt
-        own_put(states, batch, value)
-
-    def loaded_parts(model, first=0):
-        passes.append(first)
-        return own_parts(model, first)
-
-    def judge_models(*given):
-        began.append(len(passes))
-        passes.clear()
-        return own_judge(*given)
-
-    def expect_files(model, tokens):
-        return replace(own_expect(model, tokens), disk_bytes=1)
-
-    monkeypatch.setattr(StreamedModel, "expect", expect_files)
-    monkeypatch.setattr(StreamedModel, "loaded_parts", loaded_parts)
-    monkeypatch.setattr(steps, "judge_models", judge_models)
-    with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
-        patched.setattr(FileStates, "put", interrupted)
-        compress(place, tmp_path / "run", execution="streamed")
-    assert began == [1]  # one pass calibrates
-    passes.clear()
-    run = compress(place, tmp_path / "run", execution="streamed")
-    assert began == [1, 0]
-    number, layer = stopped
-    assert passes == [layer, *[0] * (3 - number)]
-    equal_tables(run, resident)
-    assert not (run.path / "parts").exists()
-    assert not (run.path / "streamed").exists()
 
 
 def test_layers_larger_than_the_memory_are_rejected_before_calibration(place, tmp_path):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import json
 from pathlib import Path
-from unittest.mock import Mock
 
 import pandas as pd
 import pytest
@@ -85,19 +84,6 @@ def test_a_sweep_of_experts_gives_the_numbers_of_single_changes(place, tmp_path)
     experts = sweep.table("intervention_experts")
     assert len(experts) == 8
     assert experts["layer_name"].notna().all()
-
-
-def test_an_unfinished_run_of_another_version_is_one_line(place, tmp_path, monkeypatch):
-    """Versions before 2026-11 stored every change in a task of its own."""
-    out, options = tmp_path / "run", {"set": "layer=1 expert=2 ablate"}
-    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr("moescope.intervention.steps.finish", Mock(side_effect=KeyboardInterrupt))
-        intervene(place, out, **options)
-    (task,) = (out / "parts").glob("changes-*")
-    task.rename(task.with_name("change-000000"))
-    with pytest.raises(BadInput, match="another version; give another --out, or --overwrite"):
-        intervene(place, out, **options)
-    assert len(intervene(place, out, overwrite=True, **options).table("interventions"))
 
 
 def test_a_sweep_of_layers_makes_the_given_change_in_each(place, tmp_path):

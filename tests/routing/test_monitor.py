@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import gc
 import json
-import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -238,27 +237,6 @@ def test_the_steps_table_has_losses_tokens_and_what_the_loop_told(tmp_path):
 
 
 # --- folders, crashes, going on
-
-
-@pytest.mark.slow
-def test_a_killed_training_keeps_every_table_flushed_before(tmp_path):
-    script = Path(__file__).parent / "tiny_training.py"
-    tests = str(script.parents[1])
-    source = f"import sys, runpy; sys.path.insert(0, {tests!r}); "
-    source += f"runpy.run_path({str(script)!r}, run_name='__main__')"
-    command = [sys.executable, "-c", source, str(tmp_path / "run"), "waits"]
-    process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-    assert process.stdout is not None
-    assert process.stdin is not None
-    assert process.stdout.readline() == "waiting\n"
-    process.send_signal(signal.SIGKILL)
-    process.wait()
-    process.stdout.close()
-    process.stdin.close()
-    run = Run.load(tmp_path / "run")
-    assert run.info["status"] == "running"
-    assert sorted(run.table("load")["step"].unique()) == [2, 4]  # of five steps, flushed every two
-    np.testing.assert_array_equal(load(run), handed_out(model_of().eval(), documents()[:16])[0])
 
 
 @pytest.mark.parametrize(("finished", "saved"), [(True, 3), (False, 4), (False, 6)])

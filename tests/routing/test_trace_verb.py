@@ -183,25 +183,6 @@ def test_batch_size_and_the_order_of_documents_change_no_table(place, tmp_path):
     pd.testing.assert_frame_equal(*places, rtol=1e-5)
 
 
-def test_an_interrupted_trace_goes_on_with_the_model_it_had_reached(place, domains, tmp_path, monkeypatch):
-    real, ran = trace_module.trace_step, []
-
-    def stopped(writer, number, *rest):
-        ran.append(number)
-        if number == 200 and len(ran) == 2:
-            raise KeyboardInterrupt
-        real(writer, number, *rest)
-
-    monkeypatch.setattr(trace_module, "trace_step", stopped)
-    models = (place / "checkpoint-100", place / "checkpoint-200")
-    with pytest.raises(KeyboardInterrupt):
-        trace(*models, domain=domains, out=tmp_path / "run", quiet=True)
-    assert json.loads((tmp_path / "run" / "run.json").read_text())["status"] == "interrupted"
-    resumed = trace(*models, domain=domains, out=tmp_path / "run", quiet=True)
-    assert ran == [100, 200, 200]
-    equal_tables(resumed, trace(*models, domain=domains, out=tmp_path / "whole", quiet=True))
-
-
 def test_max_tokens_is_shared_evenly_by_domains_and_documents_whatever_their_order(place, domains, tmp_path):
     first, other = (
         trace(place / "checkpoint-100", domain=order, max_tokens=301, out=tmp_path / name, quiet=True)

@@ -111,25 +111,9 @@ def trainer(
     )
 
 
-def train_and_wait(folder: Path, every: int) -> None:
-    """A plain loop that says where it is and then waits to be killed."""
-    model = model_of()
-    monitor = moescope.Monitor(out=folder, every=every).watch(model)
-    for number in range(5):
-        model(**batch(documents()[4 * number : 4 * number + 4])).loss.backward()
-        monitor.step()
-    assert monitor.run is not None
-    monitor.run.wait()
-    print("waiting", flush=True)
-    sys.stdin.read()
-
-
 if __name__ == "__main__":
-    if "waits" in sys.argv:
-        train_and_wait(Path(sys.argv[1]), 2)
-    else:
-        trainer(Path(sys.argv[1]), monitor=json.loads(sys.argv[3]), **json.loads(sys.argv[2])).train()
-        if torch.distributed.is_initialized():
-            torch.distributed.destroy_process_group()
+    trainer(Path(sys.argv[1]), monitor=json.loads(sys.argv[3]), **json.loads(sys.argv[2])).train()
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
     sys.stdout.flush()
     os._exit(0)  # gloo's threads may outlive the interpreter

@@ -54,13 +54,6 @@ def test_counts_of_micro_batches_and_ranks_are_added_before_the_sign_is_taken():
     assert torch.equal(router.bias_E, torch.tensor([-0.001, -0.001, 0.001]))
 
 
-def test_padding_is_not_counted():
-    router = router_for(1)
-    router(given(torch.eye(3)[[0, 1, 2, 0, 0]], [True, True, True, False, False]))
-    router.after_step()
-    assert torch.equal(router.bias_E, torch.zeros(3))
-
-
 def test_the_bias_changes_who_is_chosen_and_no_gate():
     router, logits = router_for(2).eval(), torch.tensor([[2.0, 1.0, 0.9]])
     sigmoids = logits.sigmoid()[0]

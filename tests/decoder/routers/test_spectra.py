@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import math
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
 import torch
+from scipy.optimize import minimize
+from scipy.special import logsumexp, softmax
 from scipy.stats import entropy
 from torch._dynamo.testing import CompileCounter
 
 from decoder.routers.builders import SecondRank, noise, small_config, small_router, tokens
 from moescope.decoder.model import LabModel, MoE
 from moescope.decoder.routers import contract, spectra
-from moescope.decoder.routers.spectra import Spectra
+from moescope.decoder.routers.spectra import ABLATIONS, Spectra, column_error
 
 R = 64
 QUIET = {"orthogonality_weight": 0.0, "entropy_weight": 0.0, "speciality_weight": 0.0}
@@ -305,16 +307,6 @@ def test_with_one_expert_a_token_its_gate_is_its_probability_among_all():
     assert routed.gates_TK.max() < 1
 
 
-def test_pads_are_never_chosen_and_change_nothing_for_the_others():
-    mask = torch.arange(30) % 3 > 0
-    router = travelled()
-    among, alone = router(tokens(noise(30), mask)), router(tokens(noise(30)[mask]))
-    assert (among.chosen_TK[~mask] == -1).all()
-    assert torch.equal(among.chosen_TK[mask], alone.chosen_TK)
-    for name, loss in among.losses.items():
-        torch.testing.assert_close(loss, alone.losses[name])
-
-
 def test_a_batch_of_pads_alone_routes_nothing_and_makes_no_nan():
     router = made()
     routed = router(tokens(noise(4), torch.zeros(4, dtype=torch.bool)))
@@ -449,3 +441,254 @@ def test_the_overlap_of_directions_is_noted_beside_that_of_random_ones():
 def test_only_the_plain_ablation_is_not_built_to_be_sure():
     assert made().expects_low_entropy
     assert not made(plain=True).expects_low_entropy
+
+
+# --- sPECTRA's options: each changes what it should, and only that; what makes no sense is refused
+
+LOSSES = ("orthogonality", "entropy", "speciality")
+DOWN_FROM = {  # what follows from a changed part
+    "similarity": {"similarity", "logits", "chosen", "dropped", "evaluated", "entropy"},
+    "logits": {"logits", "chosen", "dropped", "evaluated", "entropy"},
+}
+CHANGES = [
+    ({"gru": False}, {"trajectories"} | DOWN_FROM["similarity"]),
+    ({"expression": False}, {"expressions", "gram", "orthogonality", "speciality"} | DOWN_FROM["similarity"]),
+    ({"repulsion": "none"}, DOWN_FROM["logits"]),
+    ({"repulsion": "published"}, DOWN_FROM["logits"]),
+    ({"repulsion_weight": 2.0}, DOWN_FROM["logits"]),
+    ({"penalty_sign": "published"}, DOWN_FROM["logits"]),
+    ({"saturation_weight": 50.0}, DOWN_FROM["logits"]),
+    ({"saturation_start": 0.0}, DOWN_FROM["logits"]),
+    ({"epsilon": 0.5}, DOWN_FROM["logits"]),
+    ({"iterations": 1}, {"chosen", "dropped"}),
+    ({"quota": False}, {"chosen", "dropped"}),
+    ({"capacity_factor": 0.7}, {"chosen", "dropped"}),
+    ({"evaluation": "published"}, {"evaluated"}),
+    ({"direction_decay": 0.5}, {"gram", "orthogonality", "logits", "chosen", "dropped", "entropy"}),
+    ({"potential_decay": 0.5}, set()),  # of what one step leaves behind only
+    ({"orthogonality_weight": 0.0}, {"orthogonality"}),
+    ({"entropy_weight": 0.0}, {"entropy"}),
+    ({"speciality_weight": 0.0}, {"speciality"}),
+]
+
+
+def reading(router: Spectra) -> dict[str, Any]:
+    """What every part gives on the same tokens, in training and in evaluation."""
+    given = tokens(torch.cat([noise(90) + 1, 3 * noise(6)]), carried_TR=noise(96, R))
+    router.train()
+    h = router.trajectories(router.depth_state(given))
+    v = router.expressions(given.x_TD)
+    routed = router(given)
+    gram = router.gram(router.sum_expressions(given.x_TD, given.mask_T), given.mask_T.sum())
+    router.accumulated.clear()
+    evaluated = router.eval()(given)
+    parts = {
+        "trajectories": h,
+        "expressions": v,
+        "similarity": router.similarity(h, v),
+        "gram": gram,
+        "logits": routed.logits_TE,
+        "chosen": routed.chosen_TK,
+        "dropped": routed.dropped_T,
+        "evaluated": evaluated.chosen_TK,
+        **{name: routed.losses.get(name) for name in LOSSES},
+    }
+    return {name: None if part is None else part.detach() for name, part in parts.items()}
+
+
+@pytest.mark.parametrize(("option", "expected"), CHANGES, ids=[str(option) for option, _ in CHANGES])
+def test_every_option_changes_what_it_should_and_only_that(option, expected):
+    # similarities of random weights are small, so the penalty on large ones must begin early to be seen
+    usual, changed = travelled(saturation_start=0.05), made(**{"saturation_start": 0.05, **option})
+    own = changed.state_dict()
+    fitting = {
+        name: value
+        for name, value in usual.state_dict().items()
+        if name in own and own[name].shape == value.shape
+    }
+    changed.load_state_dict(fitting, strict=False)
+    if usual.shared is not None and changed.shared is not None:
+        changed.shared.load_state_dict(usual.shared.state_dict())
+    before, after = reading(usual), reading(changed)
+    different = {name for name in before if not same(before[name], after[name])}
+    may_stay = {
+        "chosen",
+        "dropped",
+        "evaluated",
+    }  # choices follow from changed logits, but need not all change
+    assert different <= expected
+    assert expected - different <= may_stay
+    if expected and expected <= may_stay:
+        assert different & expected
+
+
+def same(one: torch.Tensor | None, other: torch.Tensor | None) -> bool:
+    return one is other if one is None or other is None else torch.equal(one, other)
+
+
+def test_every_option_stands_in_the_list_of_changes_or_has_a_test_of_its_own():
+    assert {name for option, _ in CHANGES for name in option} | {"router_dim", "plain"} == set(
+        Spectra.OPTIONS
+    )
+
+
+def test_a_faster_average_of_potentials_follows_faster():
+    slow, fast = made(), made(potential_decay=0.5)
+    for router in (slow, fast):
+        router(tokens(noise(64) + 1))
+        router.after_step()
+    torch.testing.assert_close(fast.potential_E, 5 * slow.potential_E)
+    torch.testing.assert_close(fast.direction_ER, slow.direction_ER)
+
+
+def test_router_dim_is_the_width_of_state_and_expressions():
+    router = made(router_dim=96)
+    assert router(tokens(noise(3))).carried_TR.shape == (3, 96)
+    assert router.expressions(noise(3)).shape == (3, 4, 96)
+
+
+def test_taken_all_away_a_linear_softmax_top_k_without_balancing_is_left():
+    router = made(plain=True)
+    assert router.shared is None
+    assert [name for name, _ in router.named_parameters()] == ["linear.weight"]
+    assert not list(router.buffers())
+    x = noise(50) + 1
+    logits = x @ router.linear.weight.T
+    routed = router(tokens(x))
+    top = logits.softmax(-1).topk(2)
+    assert torch.equal(routed.chosen_TK, top.indices)
+    torch.testing.assert_close(routed.gates_TK, top.values / top.values.sum(-1, keepdim=True))
+    assert routed.losses == {}
+    assert routed.dropped_T is None
+    router.after_step()
+    torch.testing.assert_close(router.eval()(tokens(x)).gates_TK, routed.gates_TK)
+
+
+def test_each_ablation_builds_and_names_an_option_that_differs_from_its_default():
+    for options in ABLATIONS.values():
+        assert all(Spectra.OPTIONS[name] != value for name, value in options.items())
+        made(**options)(tokens(noise(8)))
+
+
+# --- sinkhorn's iteration against two others that share no code with it
+
+
+class Balanced(NamedTuple):
+    log_plan_TE: torch.Tensor
+    potential_E: torch.Tensor
+    column_error: torch.Tensor
+
+
+def balance(*given) -> Balanced:
+    return Balanced(*spectra.balance(*given))
+
+
+N, E = 40, 5
+EVERYONE = torch.ones(N, dtype=torch.bool)
+FLAT = torch.zeros(E)
+
+
+@pytest.fixture
+def logits_TE() -> torch.Tensor:
+    torch.manual_seed(0)
+    return torch.randn(N, E) * 2 + torch.tensor(
+        [4.0, 2, 0, 0, -3]
+    )  # everybody wants expert 0, nobody expert 4
+
+
+def converged(logits: np.ndarray) -> np.ndarray:
+    """The log plan whose rows sum to 1 and columns to N/n.
+
+    Alternating normalisation in float64 until nothing moves.
+    """
+    rows, columns = np.zeros(len(logits)), np.zeros(logits.shape[1])
+    for _ in range(20_000):
+        before = columns
+        rows = -logsumexp(logits + columns, axis=1)
+        columns = np.log(len(logits) / logits.shape[1]) - logsumexp(logits + rows[:, None], axis=0)
+        if np.abs(columns - before).max() < 1e-14:
+            break
+    return logits + rows[:, None] + columns
+
+
+def test_many_iterations_reach_the_plan_that_numpy_converges_to(logits_TE):
+    found = balance(logits_TE, EVERYONE, FLAT, 300)
+    np.testing.assert_allclose(
+        found.log_plan_TE.exp(), np.exp(converged(logits_TE.double().numpy())), atol=1e-5
+    )
+    assert found.column_error < 1e-5
+
+
+def test_three_iterations_are_three_of_rows_and_columns_and_rows_once_more(logits_TE):
+    plan = np.exp(logits_TE.double().numpy())
+    for _ in range(3):
+        plan /= plan.sum(1, keepdims=True)
+        plan *= N / E / plan.sum(0)
+    plan /= plan.sum(1, keepdims=True)
+    np.testing.assert_allclose(balance(logits_TE, EVERYONE, FLAT, 3).log_plan_TE.exp(), plan, atol=1e-5)
+
+
+def test_its_potentials_minimise_the_dual(logits_TE):
+    logits = logits_TE.double().numpy()
+
+    def dual(g):  # sum_t logsumexp(L_t + g) - N/n sum g, whose gradient is what columns have too much
+        return logsumexp(logits + g, axis=1).sum() - N / E * g.sum(), softmax(logits + g, axis=1).sum(
+            0
+        ) - N / E
+
+    best = minimize(dual, np.zeros(E), jac=True, method="BFGS", options={"gtol": 1e-9}).x
+    np.testing.assert_allclose(
+        balance(logits_TE, EVERYONE, FLAT, 300).potential_E, best - best.mean(), atol=1e-4
+    )
+
+
+def test_after_three_iterations_rows_are_exact_and_the_column_error_is_what_is_left(logits_TE):
+    found = balance(logits_TE, EVERYONE, FLAT, 3)
+    plan = found.log_plan_TE.exp()
+    torch.testing.assert_close(plan.sum(1), torch.ones(N))
+    left = (plan.sum(0) / (N / E) - 1).abs().max()
+    torch.testing.assert_close(found.column_error, left)
+    assert (
+        0.01 < left < (logits_TE.softmax(-1).sum(0) / (N / E) - 1).abs().max()
+    )  # not there yet, but nearer than the start
+
+
+def test_starting_from_the_potentials_it_had_found_three_iterations_are_enough(logits_TE):
+    start = balance(logits_TE, EVERYONE, FLAT, 300).potential_E
+    assert balance(logits_TE, EVERYONE, start, 3).column_error < 1e-5
+
+
+def test_potentials_have_mean_zero_and_a_constant_in_the_start_changes_nothing(logits_TE):
+    found = balance(logits_TE, EVERYONE, FLAT, 3)
+    lifted = balance(logits_TE, EVERYONE, FLAT + 7, 3)
+    assert found.potential_E.mean().abs() < 1e-6
+    torch.testing.assert_close(found.log_plan_TE, lifted.log_plan_TE)
+
+
+def test_pads_change_nothing_for_the_others(logits_TE):
+    mask = torch.arange(N) % 3 > 0
+    alone = balance(logits_TE[mask], EVERYONE[mask], FLAT, 3)
+    among = balance(logits_TE, mask, FLAT, 3)
+    torch.testing.assert_close(among.log_plan_TE[mask], alone.log_plan_TE)
+    torch.testing.assert_close(among.potential_E, alone.potential_E)
+    torch.testing.assert_close(among.column_error, alone.column_error)
+
+
+def test_a_batch_of_pads_keeps_the_start_and_makes_no_nan(logits_TE):
+    start = torch.tensor([1.0, -1, 0, 0, 0])
+    found = balance(logits_TE, ~EVERYONE, start, 3)
+    torch.testing.assert_close(found.potential_E, start)
+    assert found.log_plan_TE.isfinite().all()
+
+
+def test_one_token_alone_is_spread_evenly_which_is_why_evaluation_cannot_use_it():
+    found = balance(torch.tensor([[5.0, 1, 0, -2]]), torch.ones(1, dtype=torch.bool), torch.zeros(4), 3)
+    torch.testing.assert_close(found.log_plan_TE.exp(), torch.full((1, 4), 0.25))
+
+
+def test_columns_of_one_expert_alone_are_off_by_all_the_others_and_even_ones_by_nothing():
+    mask = torch.arange(N) % 3 > 0
+    alone = torch.zeros(N, E)
+    alone[:, 2] = 1
+    assert float(column_error(alone, mask)) == pytest.approx(E - 1)
+    assert float(column_error(torch.full((N, E), 1 / E), mask)) == pytest.approx(0, abs=1e-6)
