@@ -342,4 +342,4 @@ def test_the_command_prints_coverage_and_folder_and_json_lists_the_tables(place,
     )
     facts = json.loads(again.stdout)
     assert facts["verb"] == "trace"
-    assert set(facts["tables"]) == set(TRACE_TABLES) - {"tokens", "token_text"}
+    assert set(facts["tables"]) == set(TRACE_TABLES) - {"tokens", "token_text", "ribbon"}
