@@ -6,7 +6,7 @@ import numpy as np
 import pandas as pd
 from plotly.graph_objects import Figure as PlotlyFigure
 
-from moescope.comparison.figures import DISTANCES, DRIFT
+from moescope.comparison.figures import DISTANCES
 from moescope.comparison.verb import VERB
 from moescope.plotting.style import GREY
 
@@ -77,16 +77,6 @@ def test_unrelated_experts_are_always_drawn_and_matched_rotated_ones_where_a_ser
     assert levels(chart(layers_table({"base_to_ift": (0.05, 0.998)}))) == {"dash": unrelated}
 
 
-def test_intervals_are_shaded_in_the_series_colour_and_absent_ones_are_not():
-    table = layers_table({"base_to_ift": (0.05, 0.998)})
-    bands = [trace for trace in chart(table) if trace.get("fill")]
-    assert len(bands) == 2
-    ends = [*table["relative_l2_high"], *table["relative_l2_low"][::-1]]
-    np.testing.assert_allclose(bands[1]["y"], ends)
-    bare = table.drop(columns=[name for name in table if name.endswith(("_low", "_high"))])
-    assert not [trace for trace in chart(bare) if trace.get("fill")]
-
-
 def test_without_r_the_chart_still_draws_l2():
     table = layers_table({"base_to_ift": (0.05, 0.998)}).assign(sv_alignment_mean=np.nan)
     (line,) = lines_of(chart(table), "solid").values()
@@ -102,37 +92,3 @@ def test_a_page_per_matrix_and_the_earlier_figures_open_theirs():
         spec = VERB.figure(f"expert_distance_{name}")
         assert (spec.name, spec.opens) == ("expert_distance", name)
     assert VERB.figure("router_cosines").opens == "router"
-
-
-def drift_table() -> pd.DataFrame:
-    rows = []
-    for matrix in ("gate", "up", "down", "router"):
-        for layer in (0, 3):
-            for expert in range(3):
-                l2 = 0.5 if (layer, expert) == (3, 1) else 0.1
-                keys = {"series": "base_to_ift", "layer": layer, "matrix": matrix}
-                rows.append({**keys, "expert_a": expert, "relative_l2": l2, "matched": False})
-    return pd.DataFrame(rows)
-
-
-def test_the_drift_has_a_page_per_matrix_every_expert_in_stored_order_and_its_largest_change():
-    table = drift_table()
-    matched = table[table["matrix"] != "router"].assign(series="x_permuted", matched=True, relative_l2=0.0)
-    figure = DRIFT[0].draw({"geometry": pd.concat([table, matched], ignore_index=True)})
-    PlotlyFigure({"data": figure.data, "layout": figure.layout})
-    assert figure.slider.values == ["down", "gate", "router", "up"]
-    for trace in figure.data:
-        np.testing.assert_allclose(trace["customdata"], [[0.1, 0.1, 0.1], [0.1, 0.5, 0.1]])
-        assert trace["zmin"] == 0
-    assert "0.5 (layer 3, expert 1)" in figure.caption
-
-
-def test_norm_ratios_are_medians_with_the_range_over_experts():
-    rows = layers_table({"x": (0.1, 0.9), "x_permuted": (0.1, 0.9)}, matrices=("gate", "router"))
-    rows = rows.assign(norm_ratio_median=1.1, norm_ratio_least=1.0, norm_ratio_most=1.3)
-    figure = DRIFT[1].draw({"geometry_layers": rows})
-    lines = [trace for trace in figure.data if trace["mode"] == "lines+markers"]
-    assert [trace["name"] for trace in lines] == ["gate", "router rows"]
-    assert all(list(trace["y"]) == [1.1] * 4 for trace in lines)
-    bands = [trace for trace in figure.data if trace.get("fill")]
-    assert all(sorted(trace["y"]) == [1.0] * 4 + [1.3] * 4 for trace in bands)

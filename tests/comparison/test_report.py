@@ -90,16 +90,6 @@ def test_means_of_a_series_are_over_all_its_pairs_with_the_range_over_layers(run
     assert (of_layer["norm_ratio_least"], of_layer["norm_ratio_most"]) == (ratios.min(), ratios.max())
 
 
-def test_sections_hold_chart_drift_and_alignment(run):
-    sections = run.verb.sections(run, Selection())
-    found = {section.anchor: [spec.name for spec, _ in section.figures] for section in sections}
-    assert found == {
-        "distances": ["expert_distance"],
-        "drift": ["drift_heatmap", "norm_ratios"],
-        "alignment": ["identification_by_layer"],
-    }
-
-
 def test_every_figure_of_the_page_can_be_drawn_by_name(run):
     for spec, tables in (item for section in run.verb.sections(run, Selection()) for item in section.figures):
         assert spec in run.verb.figures

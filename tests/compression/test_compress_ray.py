@@ -82,7 +82,6 @@ def test_a_killed_worker_s_documents_are_counted_once(connected, place, tmp_path
 @pytest.mark.parametrize(
     ("options", "line"),
     [
-        ({"engine": "spark"}, "unknown engine 'spark'"),
         ({"jobs": 2}, "--jobs 2: only Ray splits the text"),
         ({"engine": "ray", "method": "random", "text": ()}, "--engine ray: there is no text"),
     ],

@@ -9,11 +9,10 @@ from plotly.graph_objects import Figure as PlotlyFigure
 from scipy.cluster.hierarchy import dendrogram as scipy_dendrogram
 from scipy.cluster.hierarchy import linkage
 
-from moescope.compression.figures import DAMAGE, GROUPS, SALIENCY, dendrogram, leaf_order, links
+from moescope.compression.figures import DAMAGE, GROUPS, SALIENCY, leaf_order, links
 from moescope.compression.rows import alone_by_chance, beside_controls, group_size_rows
 from moescope.compression.tables import PER_LAYER
 from moescope.compression.verb import VERB
-from moescope.plotting.style import GREY
 
 
 @pytest.fixture(scope="module")
@@ -72,45 +71,6 @@ def test_without_text_controls_or_intervals_what_is_left_is_drawn(tables):
     assert not any(spec.can_draw(older) for spec in DAMAGE)
 
 
-@pytest.mark.parametrize(
-    ("name", "column", "level"),
-    [
-        ("perplexities", "perplexity", "perplexity_original"),
-        ("loss_differences", "loss_increase", None),
-        ("divergences", "js_divergence", None),
-    ],
-)
-def test_the_plan_stands_beside_every_control_and_the_original(tables, name, column, level):
-    whole = tables["damage"][tables["damage"]["layer"].isna()].set_index("method")
-    traces = {trace["name"]: trace for trace in drawn(tables, name)}
-    assert list(traces["plan"]["x"]) == [whole.loc["reap", column]]
-    controls = traces["random control"]
-    assert dict(zip(controls["y"], controls["x"], strict=True)) == whole.drop("reap")[column].to_dict()
-    if column != "js_divergence":
-        expected = whole[level].iloc[0] if level else 0
-        assert set(traces["original"]["x"]) == {expected}
-    if f"{column}_low" in whole:
-        bars, row = traces["plan"]["error_x"], whole.loc["reap"]
-        assert row[column] - bars["arrayminus"][0] == pytest.approx(row[f"{column}_low"])
-        assert row[column] + bars["array"][0] == pytest.approx(row[f"{column}_high"])
-
-
-@pytest.mark.parametrize(
-    ("name", "column"), [("errors_by_layer", "measured_error"), ("router_kl_by_layer", "router_kl")]
-)
-def test_the_range_of_the_controls_is_shaded_and_their_mean_dashed(tables, name, column):
-    damage = tables["damage"]
-    random = damage[damage["layer"].notna() & (damage["method"] != "reap")].groupby("layer")[column]
-    figure = VERB.figure(name).draw(tables)
-    first = figure.slider.start * figure.slider.per_value
-    traces = figure.data[first : first + figure.slider.per_value]
-    (band,) = [trace for trace in traces if trace.get("fill")]
-    np.testing.assert_allclose(band["y"], [*random.max(), *random.min()[::-1]])
-    (mean,) = [trace for trace in traces if trace["name"] == "random controls"]
-    np.testing.assert_allclose(mean["y"], random.mean())
-    assert mean["line"]["color"] == GREY
-
-
 def test_columns_of_the_controls_are_their_mean_and_range_and_who_is_better():
     damage = pd.DataFrame(
         {
@@ -152,17 +112,6 @@ def test_saliency_is_over_its_layer_s_mean_and_crosses_are_the_dropped(tables):
     tokens = tables["saliency"].pivot(index="layer", columns="expert", values="tokens").to_numpy()
     found = tables["saliency"].pivot(index="layer", columns="expert", values="tokens_times_mean")
     np.testing.assert_allclose(found, tokens / tokens.mean(1, keepdims=True))
-
-
-def test_ranks_have_their_intervals_and_the_best_is_on_top():
-    frame = pd.DataFrame({"layer": 0, "expert": [2, 0, 1, 3], "rank": [1.0, 2.0, 3.0, 4.0]})
-    frame = frame.assign(rank_low=[1, 1, 2, 4], rank_high=[1, 3, 3, 4], fate=["kept"] * 2 + ["dropped"] * 2)
-    figure = SALIENCY[1].draw({"saliency": frame})
-    kept, dropped = (trace for trace in figure.data if "error_x" in trace)
-    assert (kept["name"], kept["y"], dropped["y"]) == ("kept", ["2", "0"], ["1", "3"])
-    assert list(kept["error_x"]["array"]) == [0, 1]
-    assert list(dropped["error_x"]["arrayminus"]) == [1, 0]
-    assert figure.layout["yaxis"]["categoryarray"] == ["3", "1", "0", "2"]
 
 
 # --- dendrograms and group sizes: by hand, and against scipy's own layout
@@ -235,29 +184,6 @@ def test_a_forest_keeps_experts_that_never_meet_in_their_own_order():
     across, up = links(steps, [0, 1, 3, 2, 4, 5]).transpose(1, 0, 2)
     assert across[0][:4].tolist() == [1, 1, 2, 2]
     assert up[1][:4].tolist() == [0, 0.5, 0.5, 0]
-
-
-def test_carried_out_links_are_blue_the_others_grey_and_unrelated_experts_a_line_at_one(merged):
-    figure = dendrogram(merged)
-    chance, done, above = figure.data[:3]
-    assert set(chance["y"]) == {1.0}
-    steps = merged["merges"].query("layer == 0")
-    assert np.nanmax(done["y"]) == pytest.approx(steps[steps["done"]]["height"].max() / 2)
-    assert np.nanmax(above["y"]) == pytest.approx(steps["height"].max() / 2)
-    assert (done["name"], above["name"]) == ("merged", "above the cut")
-    assert np.isnan(done["y"]).sum() == steps["done"].sum()
-
-
-def test_dominant_members_of_groups_are_marked_and_every_expert_is_named_below(merged):
-    figure = dendrogram(merged)
-    leaders = figure.data[3]
-    rows = merged["clusters"].query("layer == 0")
-    sizes = rows.groupby("cluster").size()
-    wanted = {str(row.expert) for row in rows.itertuples() if row.dominant and sizes[row.cluster] > 1}
-    assert set(leaders["text"]) == wanted
-    names = figure.slider.layouts[0]["xaxis"]["ticktext"]
-    assert [names[int(place)] for place in leaders["x"]] == leaders["text"]
-    assert sorted(names, key=int) == [str(expert) for expert in range(10)]
 
 
 def test_sizes_add_up_to_the_experts_left_and_chance_is_beside_them(merged):

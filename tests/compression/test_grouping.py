@@ -16,7 +16,6 @@ from moescope.compression.merging import (
     most_central,
     most_used,
     random_groups,
-    routing_sections,
 )
 from moescope.errors import BadInput
 
@@ -75,11 +74,6 @@ def test_a_number_that_routing_groups_cannot_share_is_rejected_with_the_nearest_
         average_linkage(distances(8, 0), keep, first, n_groups=2)
 
 
-def test_experts_that_do_not_divide_into_routing_groups_are_rejected():
-    with pytest.raises(BadInput, match="7 experts do not divide into 2"):
-        routing_sections(7, 2)
-
-
 def test_the_dominant_is_the_most_used_member_or_the_most_central_one():
     usage = np.array([3.0, 9.0, 9.0, 1.0])
     assert most_used(usage)((0, 1, 2)) == 1
@@ -95,12 +89,6 @@ def test_random_groups_have_the_sizes_asked_for_and_follow_the_seed():
     assert sorted(e for group in ours.groups for e in group) == list(range(8))
     assert ours.groups == deal(0).groups
     assert len({deal(seed).groups for seed in range(20)}) > 15
-
-
-def test_random_groups_stay_within_routing_groups():
-    for seed in range(10):
-        ours = random_groups(8, [3, 1, 2, 2], np.random.default_rng(seed), first, n_groups=2)
-        assert all(max(group) < 4 or min(group) >= 4 for group in ours.groups)
 
 
 def test_every_pair_is_dealt_together_about_equally_often():

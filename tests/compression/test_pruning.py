@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
 
-from checkpoints import edit_json, tiny_checkpoint
+from checkpoints import edit_json
 from compression.tiny_plans import saved
 from families.tiny_models import tiny_model
 from moescope.checkpoint import open_checkpoint
@@ -89,16 +88,6 @@ def test_groups_that_do_not_divide_are_rejected_with_the_nearest_possible_number
     with pytest.raises(BadInput, match="nearest possible: 4"):
         keep_counts(moe, 3, merges=True)
     assert set(keep_counts(moe, 4, merges=False).values()) == {4}
-
-
-def test_a_quantised_checkpoint_is_rejected_before_anything_is_read(tmp_path):
-    folder = tiny_checkpoint(tmp_path / "model")
-    config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(
-        json.dumps({**config, "quantization_config": {"quant_method": "fp8"}})
-    )
-    with pytest.raises(BadInput, match=r"is quantised .* and cannot be rewritten; give a bf16 checkpoint"):
-        keep_counts(read_moe(open_checkpoint(folder)), 0.5, merges=False)
 
 
 def test_the_lowest_go_ties_keep_the_first_and_the_rest_stay_in_order(tmp_path):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 import shlex
 from pathlib import Path
 
@@ -15,10 +14,9 @@ from typer.testing import CliRunner
 import moescope
 from checkpoints import tiny_checkpoint
 from deployment.deployment_runs import write_trace
-from deployment.plain_caches import random_tokens, replay_belady, replay_lru
+from deployment.plain_caches import random_tokens, replay_lru
 from moescope.cli import app
 from moescope.deployment.tokens import read_tokens
-from moescope.deployment.verb import choose_slots, sizes_or_shares
 from moescope.errors import BadInput
 from report_payloads import page_text
 
@@ -104,20 +102,6 @@ def test_loads_at_chance_are_those_of_the_chance_hit_rate(served):
     assert each["loads_chance"].tolist() == pytest.approx(2 * (1 - each["chance"]))  # two experts per token
     assert rows["bytes_chance"].tolist() == pytest.approx(10 * rows["loads_chance"])
     assert rows["ms_chance"].tolist() == pytest.approx(rows["bytes_chance"] / 1e6)
-
-
-def test_a_finding_names_the_slots_that_hold_four_fifths_of_the_choices(served, trace):
-    (text,) = [text for text in served.verb.summary(served).findings if "80 %" in text]
-    sequences = sequences_of(trace)
-    rates = {
-        replay: [np.mean([hit for each in sequences for hit in replay(each, slots)]) for slots in range(2, 9)]
-        for replay in (replay_lru, replay_belady)
-    }
-    lru, best = (2 + int(np.flatnonzero(np.array(rate) >= 0.8)[0]) for rate in rates.values())
-    assert re.search(rf"LRU {lru} \(", text)
-    assert re.search(rf"best possible {best} \(", text)
-    assert best < lru
-    assert "(random list: 7)" in text  # 0.8 of 8 experts
 
 
 def test_the_key_number_of_coverage_counts_the_experts_that_have_too_little(served, trace):
@@ -207,15 +191,6 @@ def test_a_checkpoint_instead_of_a_trace_gets_the_command_that_makes_one(tmp_pat
     with pytest.raises(BadInput, match=r"no such folder.*moescope trace MODEL --text FILE --save-tokens"):
         moescope.deploy("nowhere", out="run")
     assert not (tmp_path / "run").exists()
-
-
-def test_a_share_has_a_decimal_point_and_a_count_has_none(trace):
-    tokens = read_tokens(trace, None)
-    for given, slots in (("1.0", (8,)), (1.0, (8,)), ([0.5, 1.0], (4, 8)), (8, (8,)), ([2, 1.0], (2, 8))):
-        assert choose_slots(sizes_or_shares(given), tokens) == slots, given
-    for given in ("1.5", "8.0", 2.0, "0", "0.0", True, "nan", "-0.5", "1e1000"):
-        with pytest.raises(BadInput, match="whole numbers"):
-            sizes_or_shares(given)
 
 
 def test_a_trace_of_prefill_and_one_of_a_single_document_say_so(tmp_path):

@@ -15,7 +15,7 @@ import pytest
 
 from checkpoint.servers import COMMITS, serving
 from moescope.errors import BadInput
-from moescope.execution.texts import choose_column, find_hub_text, sources
+from moescope.execution.texts import choose_column, find_hub_text
 from moescope.run import Run
 from routing.tiny_text import save_model, texts
 
@@ -147,13 +147,6 @@ def test_what_is_missing_is_said_in_one_line_that_lists_what_there_is(found, nam
 
 
 @AT_THE_HUB
-def test_a_file_that_is_damaged_is_one_line_too(found):
-    assert found["broken"].startswith(f"{ASKED['broken']}: cannot be read (")
-    assert found["broken"].endswith("check the dataset, or give a file")
-    assert "\n" not in found["broken"]
-
-
-@AT_THE_HUB
 def test_trace_streams_a_dataset_and_leaves_what_it_does_not_need_on_the_hub(found, place):
     coverage = Run.load(place / "run").info["coverage"][0]
     assert coverage["tokens"] == {"web": 400}
@@ -171,16 +164,6 @@ def test_without_the_library_the_extra_is_named(monkeypatch):
         BadInput, match=r"the package datasets is not installed; .* pip install 'moescope\[hf\]'"
     ):
         find_hub_text("hf://datasets/own/plain")
-
-
-@pytest.mark.parametrize(
-    "given", ["hf://own/plain", "hf://datasets/plain", "hf://datasets/a/b/c/d", "hf://datasets/a/b:"]
-)
-def test_another_spelling_is_refused_with_the_right_one(given):
-    with pytest.raises(
-        BadInput, match=r"not a dataset of the hub; write hf://datasets/OWNER/NAME\[@REVISION\]"
-    ):
-        sources([given], [], None)
 
 
 def test_messages_are_text_and_a_first_row_without_text_does_not_hide_its_column():

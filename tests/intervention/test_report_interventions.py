@@ -82,16 +82,6 @@ def test_projections_are_claimed_only_beyond_both_controls(tmp_path):
     assert (key.value, key.most) == (6, 6)
 
 
-def test_changes_without_a_test_are_told_with_their_effect(tmp_path):
-    tables = projection_tables()
-    tables["interventions"][["p", "q"]] = np.nan
-    (line,) = words_of(write_run(tmp_path / "run", tables))
-    assert line.endswith("not tested.")
-    first, second = words_of(write_run(tmp_path / "top", top_k_tables()))
-    assert "least loss with 3" in first
-    assert "with 1, 0.504" in second
-
-
 def test_a_single_change_is_told_with_what_is_known(tmp_path):
     tables = single_tables(2)
     first = words_of(write_run(tmp_path / "run", tables))[0]

@@ -501,21 +501,8 @@ def test_two_processes_train_the_model_of_one(launch, family, lines, here):
         + "".join(f"{key} = {value}\n" for key, value in TRAIN.items())
     )
     one = moescope.train("config.toml", base=base, out=here / "one", quiet=True)
-    command = [
-        sys.executable,
-        "-m",
-        *launch,
-        "-m",
-        "moescope",
-        "train",
-        "config.toml",
-        "--base",
-        "base",
-        "--out",
-        "two",
-        "--device",
-        "cpu",
-    ]
+    words = "-m moescope train config.toml --base base --out two --device cpu"
+    command = [sys.executable, "-m", *launch, *words.split()]
     done = subprocess.run(command, capture_output=True, text=True, cwd=here, check=False)
     assert done.returncode == 0, done.stderr[-2000:]
     two = moescope.Run.load(here / "two")

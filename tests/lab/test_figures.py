@@ -67,13 +67,6 @@ def test_arms_are_called_by_their_verdict_and_the_best_is_on_top(main: Tables):
     assert set(named(figure, "reference")["x"]) == {0.0}
 
 
-def test_intervals_are_those_of_the_table(main: Tables):
-    row = main["study_comparisons"].set_index("arm").loc["loss_free"]
-    bar = named(drawn("differences", main), "better")
-    assert bar["x"][0] - bar["error_x"]["arrayminus"][0] == pytest.approx(row["difference_low"])
-    assert bar["x"][0] + bar["error_x"]["array"][0] == pytest.approx(row["difference_high"])
-
-
 def test_curves_have_a_line_per_arm_with_a_band_and_one_colour_on_every_page(main: Tables):
     figure = drawn("arms_validation_loss_by_step", main)
     means = main["study_means"].set_index(["arm", "step"])["validation_loss"]
@@ -92,25 +85,6 @@ def test_many_arms_are_a_map(tmp_path: Path):
     tables = of_question(study_tables(study_run(tmp_path / "run", arms=router_arms(names))), "main")
     assert drawn("arms_by_step", tables).data[0]["type"] == "heatmap"
     assert drawn("differences", tables).height > 500
-
-
-def test_a_sweep_shows_loss_beside_the_reference_and_load_beside_its_target(whole: Run):
-    tables = of_question(study_tables(whole), "sweep")
-    loss, load = drawn("loss_by_value", tables), drawn("load_by_value", tables)
-    assert list(named(loss, "spectra")["x"]) == [0.02, 0.051, 0.2, 0.5]
-    assert loss.layout["xaxis"]["type"] == "log"
-    assert loss.layout["xaxis"]["tickvals"] == [0.02, 0.051, 0.2, 0.5]
-    reference = tables["study_comparisons"].set_index("arm").loc["top2", "mean"]
-    assert grey(loss)["mean of the reference"] == pytest.approx([reference] * 4)
-    assert grey(load)["target"] == [0.1] * 4
-
-
-def test_overhead_is_stacked_to_the_whole(main: Tables):
-    figure = drawn("overhead_shares", main)
-    bars = [trace for trace in figure.data if trace["type"] == "bar"]
-    sums = pd.concat([pd.Series(trace["x"], trace["y"]) for trace in bars]).groupby(level=0).sum()
-    assert sums.to_numpy() == pytest.approx(np.ones(5))
-    assert bars[0]["name"] == "experts"
 
 
 def test_every_figure_of_a_study_is_drawn_with_few_words(whole: Run):
@@ -163,34 +137,6 @@ def tables() -> Tables:
         "steps": steps,
         "evaluations": evaluations.assign(gain=lambda rows: rows["unigram_loss"] - rows["loss"]),
     }
-
-
-def test_losses_are_drawn_with_their_baselines(tables: Tables):
-    figure = drawn("loss_by_step", tables)
-    assert grey(figure) == {
-        "unigram baseline, validation loss": [3.5, 3.5],
-        "uniform baseline, validation loss": [5.6, 5.6],
-    }
-    assert list(named(figure, "training loss")["y"]) == [4.0, 3.0]
-    assert all(value in figure.caption for value in ("5.5", "2.5", "3.5"))
-
-
-def test_the_published_loss_is_drawn_where_there_is_one(tables: Tables):
-    tables["steps"]["validation_loss_published"] = [2.0, None, 1.1]
-    assert list(named(drawn("loss_by_step", tables), "validation loss, padding counted")["y"]) == [2.0, 1.1]
-
-
-def test_domains_are_compared_by_their_gain_over_the_unigram_baseline(tables: Tables):
-    figure = drawn("gain_by_domain", tables)
-    assert list(named(figure, "code")["y"]) == [-2.5, 1.0]
-    assert grey(figure) == {"unigram baseline": [0, 0]}
-
-
-def test_gradient_and_speed_are_pages_of_one_figure(tables: Tables):
-    gradient = drawn("gradient_by_step", tables)
-    assert list(named(gradient, "gradient norm")["y"]) == [2.0, 0.5]
-    assert grey(gradient) == {"clipped above": [1.0, 1.0]}
-    assert list(named(drawn("speed_by_step", tables), "tokens per second")["y"]) == [100.0, 300.0]
 
 
 def test_a_base_is_drawn_against_the_untouched_model():

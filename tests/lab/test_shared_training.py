@@ -16,6 +16,7 @@ import pytest
 import torch
 
 from lab.shared_training import CASES, WHOLE, curve, training_of, whole
+from lab.tiny_training import LOSSES
 from moescope.decoder.ranks import ALONE
 from moescope.lab.evaluation import evaluate
 from moescope.lab.training import load_state
@@ -24,32 +25,14 @@ from moescope.run import Run
 pytestmark = pytest.mark.slow
 
 RTOL = 2e-4
-LOSSES = [
-    "step",
-    "tokens",
-    "train_loss",
-    "lm_loss",
-    "aux_loss",
-    "validation_loss",
-    "learning_rate",
-    "gradient_norm",
-]
 
 
 @pytest.fixture(scope="module")
 def together(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """What two processes left: the curves of all cases, and some whole trainings."""
     folder = tmp_path_factory.mktemp("together")
-    command = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--standalone",
-        "--nproc-per-node",
-        "2",
-        str(Path(__file__).with_name("shared_training.py")),
-        str(folder),
-    ]
+    launch = "-m torch.distributed.run --standalone --nproc-per-node 2"
+    command = [sys.executable, *launch.split(), Path(__file__).with_name("shared_training.py"), folder]
     paths = os.pathsep.join([str(Path(__file__).parents[2] / "src"), str(Path(__file__).parents[1])])
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": paths, "PYTHONWARNINGS": "ignore"}
     done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=280, check=False)

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from lab.test_train_parts import damage
-from lab.tiny_training import SHAPE, STEPS, TOML
+from lab.tiny_training import LOSSES, SHAPE, STEPS, TOML
 from moescope.decoder.config import ModelConfig
 from moescope.errors import BadInput
 from moescope.lab.config import DataConfig, LabConfig, config_from, preset_config, settle
@@ -24,17 +24,6 @@ from moescope.reporting.page import page_content
 from moescope.reporting.verb import report
 from moescope.run import Run
 from moescope.verb import Selection
-
-LOSSES = [
-    "step",
-    "tokens",
-    "train_loss",
-    "lm_loss",
-    "aux_loss",
-    "validation_loss",
-    "learning_rate",
-    "gradient_norm",
-]
 
 
 def config_file(folder: Path, steps: int = 12, more: str = "") -> Path:
@@ -184,22 +173,8 @@ def test_every_kind_of_router_ends_in_a_report(router: str, tmp_path: Path):
 @pytest.mark.slow
 def test_two_processes_give_the_loss_curve_of_one(trained_run: Run, tmp_path: Path):
     config = config_file(tmp_path)
-    command = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--standalone",
-        "--nproc-per-node",
-        "2",
-        "-m",
-        "moescope",
-        "train",
-        str(config),
-        "--out",
-        str(tmp_path / "run"),
-        "--device",
-        "cpu",
-    ]
+    launch = "-m torch.distributed.run --standalone --nproc-per-node 2 -m moescope train"
+    command = [sys.executable, *launch.split(), config, "--out", tmp_path / "run", "--device", "cpu"]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
     done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=280, check=False)
     assert done.returncode == 0, done.stderr[-3000:]

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from lab.tiny_training import tiny_config, tiny_training, trained
+from lab.tiny_training import LOSSES, tiny_config, tiny_training, trained
 from moescope.decoder.model import LabModel
 from moescope.decoder.routers import ROUTERS, Routed
 from moescope.decoder.saving import save_model
@@ -32,18 +32,6 @@ from moescope.lab.training import (
 from moescope.routing.metrics import DIAGNOSTICS
 from moescope.routing.monitor import LoopMonitor, Thresholds
 from moescope.verbs import load_verb
-
-LOSSES = [
-    "step",
-    "tokens",
-    "train_loss",
-    "lm_loss",
-    "aux_loss",
-    "validation_loss",
-    "learning_rate",
-    "gradient_norm",
-]
-
 
 # Keys that weaken at once and begin anew in every step, at random queries: the one router that draws while it
 # trains.

@@ -41,6 +41,8 @@ SHAPE: dict[str, Any] = {
     "experts": 4,
     "max_positions": 64,
 }
+OF_LOSSES = "train_loss lm_loss aux_loss validation_loss learning_rate gradient_norm"
+LOSSES = ["step", "tokens", *OF_LOSSES.split()]
 STEPS = {"steps": 2, "batch_size": 4, "sequence_length": 16, "evaluate_every": 1, "checkpoint_every": 2}
 TOML = """
 [model]

@@ -11,7 +11,6 @@ import pytest
 from plotly.graph_objects import Figure as PlotlyFigure
 from scipy.stats import binom
 
-from moescope.plotting.style import GREY, values_of
 from moescope.routing.counts_to_tables import (
     coactivation_columns,
     expert_cosine_columns,
@@ -110,18 +109,6 @@ def test_without_domains_logits_or_gates_the_rest_is_still_drawn(tables):
         validate(spec.draw(bare))
     pages = ["CV", "max violation", "Gini", "load entropy, share", "unused experts"]
     assert drawn[-1].draw(bare).slider.values == pages
-
-
-def test_a_line_draws_the_tables_numbers_with_chance_and_collapse_in_grey(tables):
-    figure = next(spec for spec in OF_VIEW if spec.name == "balance_by_layer").draw(tables)
-    rows = values_of(tables, "cv")
-    traces = {trace["name"]: trace for trace in figure.data[: figure.slider.per_value]}
-    np.testing.assert_array_equal(traces["CV"]["y"], rows["value"])
-    assert traces["random routing"]["line"]["color"] == traces["collapse"]["line"]["color"] == GREY
-    np.testing.assert_array_equal(traces["random routing"]["y"], rows["chance"])
-    np.testing.assert_array_equal(traces["collapse"]["y"], rows["collapse"])
-    band = next(trace for trace in figure.data if trace.get("fill") == "toself")["y"]
-    np.testing.assert_allclose(band, [*rows["high"], *rows["low"][::-1]])
 
 
 @pytest.mark.parametrize(("name", "metric"), (METRICS | DIAGNOSTICS).items())
@@ -288,14 +275,6 @@ def test_noise_leaves_the_stated_share_on_two_axes():
     assert plane_of_noise(16) == pytest.approx(np.mean(again), abs=0.03)
 
 
-def test_the_lift_matrix_is_the_tables(tables):
-    pairs = tables["coactivation"][tables["coactivation"]["layer"] == 1]
-    matrix = lift_over_chance(pairs)
-    row = pairs[(pairs["expert_a"] == 2) & (pairs["expert_b"] == 0)].iloc[0]
-    assert matrix.loc[2, 0] == pytest.approx(row["tokens"] / row["expected"], rel=1e-14)
-    assert np.isnan(np.diag(matrix)).all()
-
-
 # --- maps
 
 
@@ -331,26 +310,6 @@ def wide(experts: int = 12, methods: tuple[str, ...] = ("pca", "tsne")) -> dict[
     return {**made, "maps": map_facts(made, "prefill")}
 
 
-def test_maps_are_sized_by_load_and_coloured_by_the_domain_of_highest_affinity():
-    tables = wide(methods=("pca",))
-    figure = MAPS[0].draw(tables)
-    PlotlyFigure({"data": figure.data, "layout": figure.layout})
-    per = figure.slider.per_value
-    first = {trace["name"]: trace["text"] for trace in figure.data[:per]}
-    assert first["no token"] == ["0"]
-    assert first["code"] == [str(expert) for expert in range(6, 12)]
-    assert first["prose"] == [str(expert) for expert in range(1, 6)]
-    sizes = next(trace for trace in figure.data if trace["name"] == "code")["marker"]["size"]
-    np.testing.assert_allclose(sizes, np.clip(11 * np.sqrt(np.arange(6, 12) / 5.5), 4, 40))
-    rows = tables["maps"].query("of == 'router' and layer == 0")
-    apart = np.hypot(*(rows[axis].to_numpy()[:, None] - rows[axis].to_numpy() for axis in "xy"))
-    np.fill_diagonal(apart, np.inf)
-    assert (apart.argmin(axis=1) % 3 == np.arange(12) % 3).all()
-    share = rows["neighbours"].iloc[0]
-    assert f"neighbours preserved: {share:.3g} (at random: 0.455)" in figure.slider.captions[0]
-    assert set(tables["maps"].query("of == 'outputs'")["expert"]) == set(range(12)) - {5}
-
-
 @pytest.mark.parametrize(("experts", "best"), [(12, "pca"), (32, "tsne")])
 def test_a_slow_method_is_drawn_where_there_are_enough_experts(experts, best):
     maps = wide(experts)["maps"]
@@ -359,28 +318,6 @@ def test_a_slow_method_is_drawn_where_there_are_enough_experts(experts, best):
 
 
 # --- steps, names
-
-
-def test_saturation_is_drawn_by_all_choices_and_by_the_first_each_beside_its_chance():
-    rows = [
-        {
-            "layer": layer,
-            "step_a": step,
-            "step_b": 3,
-            "routing_consistency_chance": 0.5,
-            "top1_chance": 0.25,
-            "saturation_topk": o,
-            "saturation_top1": one,
-        }
-        for layer, step, o, one in ((0, 1, 0.6, 0.3), (1, 1, 0.7, 0.5), (0, 2, 0.8, 0.6), (1, 2, 0.9, 0.8))
-    ]
-    figure = next(spec for spec in STEPS if spec.name == "saturation_curves").draw(
-        {"stability": pd.DataFrame(rows)}
-    )
-    first, second = (figure.data[place : place + 3] for place in (0, figure.slider.per_value))
-    assert [list(trace["y"]) for trace in first] == [[0.6, 0.8], [0.7, 0.9], [0.5, 0.5]]
-    assert [list(trace["y"]) for trace in second] == [[0.3, 0.6], [0.5, 0.8], [0.25, 0.25]]
-    assert figure.caption.endswith("0.65 (step 1) to 0.85 (step 2) (usage alone: 0.5).")
 
 
 def test_earlier_names_of_figures_answer_at_their_page(traced_run):

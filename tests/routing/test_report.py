@@ -6,8 +6,6 @@ What is in them, what is said, what is left out, and that nothing a text holds g
 import json
 import re
 import shutil
-import subprocess
-import sys
 from dataclasses import replace
 
 import numpy as np
@@ -167,34 +165,6 @@ def test_what_a_trace_cannot_tell_is_said_and_not_drawn(plain_run, tmp_path):
     assert "no intervals: 20 documents are needed, 3 given" in texts_of(page)
     traces = payload(page, "all tokens", "balance_by_layer")["data"]
     assert not [trace for trace in traces if trace.get("fill")], "an interval of three documents"
-
-
-def test_the_command_in_the_report_makes_the_same_run(html, plain_run, traced_run, tmp_path):
-    command = payloads(html)["summary0-info"]["command"]
-    for item in traced_run.info["checkpoints"]:
-        assert item["path"] in command
-    assert "--phase both --save-tokens" in command
-    assert "--domain plain=" in command
-    page = report(plain_run, out=tmp_path / "r.html").read_text(encoding="utf-8")
-    assert re.search(r"trace \S+model --text \S+text\.jsonl", payloads(page)["summary0-info"]["command"])
-
-
-def test_reports_of_traces_need_no_torch_and_no_transformers(traced_run, tmp_path):
-    blocked = (
-        "import sys; sys.modules['torch'] = sys.modules['transformers'] = None; from moescope.cli "
-        "import main; main()"
-    )
-    command = [
-        sys.executable,
-        "-c",
-        blocked,
-        "report",
-        str(traced_run.path),
-        "--out",
-        str(tmp_path / "r.html"),
-    ]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
 
 
 def test_a_trace_with_a_table_missing_is_refused_by_the_tables_name(traced_run, tmp_path):

@@ -114,32 +114,16 @@ def test_a_killed_worker_s_documents_are_counted_once(
         assert not (run.path / "streamed").exists()
 
 
-@pytest.mark.slow
-def test_what_a_worker_rejects_is_one_line_and_no_folder(connected, place, tmp_path):
-    with pytest.raises(BadInput, match=r"streamed run needs at least .* of memory"):
-        trace(place, tmp_path / "run", engine="ray", execution="streamed", memory="1KB")
-    assert not (tmp_path / "run").exists()
-
-
 @pytest.mark.parametrize(
     ("options", "line"),
     [
-        ({"engine": "spark"}, "unknown engine 'spark'"),
         ({"jobs": 2}, "--jobs 2: only Ray splits the text"),
-        ({"engine": "ray", "jobs": 0}, "jobs 0: must be at least 1"),
-        ({"engine": "ray", "device": "cuda:1"}, "--device cuda:1: Ray assigns GPUs"),
-        ({"address": "auto"}, "--address auto: only Ray has an address"),
     ],
 )
 def test_options_that_do_not_fit_are_one_line(place, tmp_path, options, line):
     with pytest.raises(BadInput, match=line):
         trace(place, tmp_path / "run", **options)
     assert not (tmp_path / "run").exists()
-
-
-def test_a_recorded_trace_runs_no_model_to_split(tmp_path):
-    with pytest.raises(BadInput, match="--recorded runs no model"):
-        moescope.trace(recorded=tmp_path / "tokens.csv", engine="ray")
 
 
 # --- parts

@@ -6,8 +6,7 @@ import pytest
 from plotly.graph_objects import Figure as PlotlyFigure
 
 from checkpoints import expert_name, router_name, tiny_config, tiny_tensors, write_checkpoint
-from moescope.plotting.style import GREY, blend, from_to, layer_colors, named_layers, number
-from moescope.spectral.subspaces import similarity_order
+from moescope.plotting.style import blend, from_to, layer_colors, named_layers, number
 from moescope.weights.figures import ACROSS_VIEWS, COMPLETE, FIGURES, NAMED, OF_LAYER, STEPS
 from moescope.weights.layer import reference_k
 from moescope.weights.report import stack, views
@@ -118,31 +117,6 @@ def lines(figure, page=0):
     return {trace["name"]: trace for trace in figure.data[page * per : (page + 1) * per]}
 
 
-def test_curves_draw_the_tables_own_numbers(planted_run):
-    drawn = planted_run.draw("align_by_k")
-    rows = views(planted_run)[0].tables["alignment_layers"].query("layer == 3 and k < 256").sort_values("k")
-    line = lines(drawn, drawn.slider.start)["layer 3"]
-    np.testing.assert_array_equal(line["x"], rows["k"])
-    np.testing.assert_array_equal(line["y"], rows["align"])
-
-
-def test_the_ceiling_of_z_is_drawn_in_grey(planted_run):
-    drawn = planted_run.draw("z_by_k")
-    ceiling = lines(drawn, drawn.slider.start)["ceiling √(n−1)"]
-    np.testing.assert_allclose(ceiling["y"], np.sqrt(7))
-    assert ceiling["line"]["color"] == GREY
-
-
-def test_the_pair_matrix_slides_through_every_k_below_d_and_starts_at_the_best(planted_run):
-    tables = dict(views(planted_run)[0].by_layer())[1]
-    figure = NAMED["pair_matrix"].draw(tables)
-    assert figure.slider.values == ["1", "2", "4", "8", "16", "32", "64", "128"]
-    assert figure.slider.values[figure.slider.start] == str(tables["alignment_tests"]["best_k"].iloc[0])
-    M = tables["pairs"].query("k == 16").pivot(index="router_index", columns="expert", values="align")
-    np.testing.assert_array_equal(figure.data[4]["customdata"], M)
-    assert figure.data[4]["text"][2][5] == f"{M.loc[2, 5]:.2f}"
-
-
 def test_cosines_are_coloured_where_they_leave_chance_and_can_be_ordered_by_similarity(planted_run):
     figure = planted_run.draw("cosine_heatmap")
     assert figure.slider.values[figure.slider.start] == "3"  # opens where a pair is closest
@@ -155,12 +129,6 @@ def test_cosines_are_coloured_where_they_leave_chance_and_can_be_ordered_by_simi
     assert abs(order.index("2") - order.index("5")) == 1
     assert "0.98" in figure.caption
     assert "(expert 5, expert 2)" in figure.caption
-
-
-def test_subspaces_are_compared_at_every_k_of_their_grid(planted_run):
-    figure = planted_run.draw("overlap_heatmap", layer=3)
-    assert figure.slider.values == ["1", "2", "4", "8", "16", "32", "64"]
-    assert all(page["z"][2, 5] > 0 for page in figure.data)  # the copied pair, at every k
 
 
 def test_published_thresholds_are_drawn(planted_run):
@@ -195,12 +163,6 @@ def test_the_complete_view_of_a_layer_has_twelve_small_panels(planted_run):
     assert len({panel.title for panel in panels}) == 12
     assert {panel.height for panel in panels} == {260}
     assert not any(panel.slider for panel in panels)
-
-
-def test_experts_of_a_block_stand_together_in_similarity_order():
-    matrix = np.kron(np.ones((2, 2)), np.eye(3))  # experts i and i + 3 are the same
-    order = similarity_order(matrix)
-    assert all(abs(order.index(expert) - order.index(expert + 3)) == 1 for expert in range(3))
 
 
 @pytest.mark.parametrize(

@@ -127,22 +127,6 @@ def test_the_chance_of_a_chosen_k_is_the_tables(quantity, planted_run):
     np.testing.assert_allclose(line, rows[CHANCE_COLUMNS[quantity]])
 
 
-def test_steps_are_drawn_with_their_reference(tmp_path):
-    models = [write_checkpoint(tmp_path / f"step{s}", tiny_tensors(seed=s), tiny_config()) for s in (1, 2)]
-    run = scan(*models, out=tmp_path / "run", router="raw", quiet=True)
-    (section,) = run.verb.overlay([run])
-    names = [spec.name for spec, _ in section.sections[0].figures]
-    assert names == ["identification_by_step", "orthogonality_by_step"]
-    ambiguity = run.table("ambiguity").groupby("step").mean(numeric_only=True)
-    for name, column in (("steps_accuracy", "accuracy_chance"), ("steps_ambiguity", "absolute_chance")):
-        (level,) = grey(run.draw(name, step=None)).values()
-        np.testing.assert_allclose(level, ambiguity[column])
-    (level,) = [
-        y for name, y in grey(run.draw("steps_orthogonality", step=None)).items() if name.startswith("random")
-    ]
-    np.testing.assert_allclose(level, math.sqrt(2 / (math.pi * 16)))
-
-
 def test_the_table_of_layers_holds_the_tests_own_numbers_and_chance(raw, planted_run):
     table = layer_table(raw)
     names = [column["name"] for column in table["columns"]]
@@ -346,16 +330,6 @@ def test_captions_of_a_random_model_claim_nothing_and_name_chance(tmp_path):
         known = z[np.isfinite(z)]
         assert (known != 0).mean() <= 0.1, name
     assert "or below 0 (no preference)" in run.draw("margin_histogram").caption
-
-
-def test_the_figure_of_the_absolute_score_draws_its_level_at_chance(tmp_path):
-    model = write_checkpoint(tmp_path / "model", tiny_tensors(), tiny_config())
-    run = scan(model, out=tmp_path / "run", router="raw", quiet=True)
-    levels = run.table("ambiguity").sort_values("layer")["absolute_chance"]
-    drawn = grey(run.draw("absolute_ambiguity_by_layer"))
-    np.testing.assert_allclose(drawn["a layer at chance"], levels)
-    # at a given k every term but that of accuracy is at its worst; choosing k lowers all three
-    assert (levels < 0.4 * 3 / 4 + 0.6).all()
 
 
 def test_margins_that_are_negative_are_counted_as_such(raw):

@@ -182,12 +182,6 @@ def test_steps_of_one_training_are_one_run_and_two_routers_are_not(places, tmp_p
         scan(first, places["spectra"], out=tmp_path / "no", device="cpu", quiet=True)
 
 
-def test_rows_that_are_not_there_cannot_be_centered(places, tmp_path):
-    with pytest.raises(BadInput, match=r"layers\.0\.mlp: its router has no row.*remove --router"):
-        scanned(places["hash"], tmp_path / "run", router="centered")
-    assert not (tmp_path / "run").exists()
-
-
 def test_a_missing_table_is_damage_and_not_a_router_without_rows(places, tmp_path):
     run = scanned(places["hash"], tmp_path / "run")
     (run.path / "similarity.parquet").unlink()
@@ -222,16 +216,6 @@ def test_experts_of_a_model_with_rows_and_of_one_without_are_compared(places, tm
         routed, places["hash"], out=tmp_path / "run", matrix="down", skip="sv", device="cpu", quiet=True
     )
     assert len(run.table("geometry")) == 16
-
-
-def test_tracing_a_dense_model_is_rejected_before_any_work(places, tmp_path):
-    text = tmp_path / "text.txt"
-    text.write_text("some words")
-    with pytest.raises(
-        BadInput, match=r"nothing is routed in it \(router dense.*moescope scan shows its spectra"
-    ):
-        trace(places["dense"], text=text, out=tmp_path / "run", device="cpu", quiet=True)
-    assert not (tmp_path / "run").exists()
 
 
 def test_where_experts_choose_a_trace_says_how_many_a_token_has_on_average(tmp_path):

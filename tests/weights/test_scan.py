@@ -209,26 +209,6 @@ def test_several_checkpoints_become_the_steps_their_names_end_in(tmp_path, folde
         assert together[together["step"] == step]["align"].tolist() == alone["align"].tolist()
 
 
-def test_what_is_no_series_of_steps_is_rejected(tmp_path):
-    model = tiny_checkpoint(tmp_path / "m")
-    with pytest.raises(BadInput, match="given twice"):
-        scan(model, model, out=tmp_path / "run")
-    for name, sizes in (("m1", {"layers": 1}), ("m8", {"experts": 8})):
-        with pytest.raises(BadInput, match=rf"{name}: .* not a step of the same run"):
-            scan(model, tiny_checkpoint(tmp_path / name, **sizes), out=tmp_path / "run")
-
-
-def test_one_number_is_as_good_as_a_list_in_python(tmp_path, model):
-    run = scan(model, layers=1, k=3, out=tmp_path / "run")
-    assert set(run.table("alignment")["layer"]) == {1}
-    assert 3 in set(run.table("alignment")["k"])
-
-
-def test_no_model_is_rejected():
-    with pytest.raises(BadInput, match="no model given"):
-        scan()
-
-
 # --- arguments
 
 
@@ -297,12 +277,6 @@ def test_an_argument_that_makes_no_sense_is_rejected_and_leaves_no_folder(tmp_pa
         scan(model, out=tmp_path / "runs" / "run", **options)
     assert message in str(caught.value)
     assert not (tmp_path / "runs").exists()
-
-
-def test_matrices_and_routers_named_twice_count_once(tmp_path, model):
-    run = scan(model, out=tmp_path / "run", matrix="up, gate,up", router=["raw", "raw"])
-    assert run.info["arguments"]["matrix"] == ["up", "gate"]
-    assert run.info["arguments"]["router"] == ["raw"]
 
 
 def test_named_ks_join_the_k_grid_and_those_beyond_the_rank_are_warned_of(tmp_path, model):

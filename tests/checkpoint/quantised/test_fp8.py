@@ -21,7 +21,7 @@ from checkpoint.quantised.builders import (
     repack,
     scheme_of,
 )
-from checkpoints import edit_json, expert_name, saved_model
+from checkpoints import expert_name, saved_model
 from families.tiny_models import own_experts
 from moescope.checkpoint import open_checkpoint
 from moescope.errors import BadInput
@@ -299,18 +299,13 @@ def test_eight_bits_that_are_not_packed_are_what_compressed_tensors_makes_of_the
     ("scale", "said"),
     [
         (None, f"tensor {NAME} is FP8, but its scale {NAME}_scale_inv is missing; download"),
-        (
-            torch.ones(2, 3),
-            f"{NAME}_scale_inv has shape [2, 3], expected [2, 4] of floats for blocks of 16 x 16",
-        ),
         (torch.ones(4, 2), f"{NAME}_scale_inv has shape [4, 2], expected [2, 4]"),
-        (torch.ones(2, 4, 1), f"{NAME}_scale_inv has shape [2, 4, 1], expected [2, 4]"),
         (
             torch.ones(2, 4, dtype=torch.int64),
             f"{NAME}_scale_inv has shape [2, 4], expected [2, 4] of floats",
         ),
     ],
-    ids=["no scale", "too few", "turned", "three axes", "integers"],
+    ids=["no scale", "turned", "integers"],
 )
 def test_what_is_not_whole_is_refused_by_name_before_any_tensor_is_read(tmp_path, scale, said):
     tensors = fp8_checkpoint(tmp_path)
@@ -333,18 +328,6 @@ def test_a_quantised_tensor_that_no_layer_uses_may_be_in_any_form(tmp_path):
         checkpoint.read("vision.patch.weight")
 
 
-@pytest.mark.parametrize("size", [[128], [0, 128], [128, "128"], "128", [True, 4], {}], ids=str)
-def test_a_block_size_that_makes_no_sense_is_refused(tmp_path, size):
-    fp8_checkpoint(tmp_path)
-    edit_json(
-        tmp_path / "config.json", quantization_config={"quant_method": "fp8", "weight_block_size": size}
-    )
-    with pytest.raises(
-        BadInput, match=r"config\.json: quantization_config\.weight_block_size is .*; download it again"
-    ):
-        open_checkpoint(tmp_path)
-
-
 def test_scales_for_activations_are_not_counted_as_parameters(tmp_path):
     tensors = {
         "x.weight": ones(2, 2),
@@ -360,13 +343,3 @@ def test_a_plain_model_is_left_as_it_is(tmp_path):
     checkpoint = open_checkpoint(tmp_path)
     assert checkpoint.packed == {}
     assert checkpoint.tensors == checkpoint.stored
-
-
-def test_scales_of_gate_and_up_that_may_lie_in_two_ways_are_refused(tmp_path):
-    codes = torch.ones(2, 192, 128).to(
-        torch.float8_e4m3fn
-    )  # halves of 96 rows: two blocks either way, in other places
-    scales = torch.tensor([1.0, 100.0]).reshape(1, 2, 1).expand(2, 2, 1).contiguous()
-    save_file({"m.gate_up_proj": codes, "m.gate_up_proj_scale_inv": scales}, tmp_path / "model.safetensors")
-    with pytest.raises(BadInput, match="gate_up_proj_scale_inv"):
-        open_checkpoint(tmp_path).read("m.gate_up_proj", 0)

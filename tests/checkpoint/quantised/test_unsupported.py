@@ -11,8 +11,6 @@ from typing import Any
 import pytest
 import torch
 
-import moescope
-from checkpoint.quantised.builders import compressed_config, qwen, repack, scheme_of
 from checkpoints import (
     Tensors,
     edit_json,
@@ -90,20 +88,6 @@ def test_a_scheme_is_known_by_its_tensors_where_no_config_names_it(tmp_path, par
     refused(write_checkpoint(tmp_path, instead(parts), config()), named, "experts.")
 
 
-@pytest.mark.parametrize("verb", [moescope.inspect, moescope.scan], ids=["inspect", "scan"])
-@pytest.mark.parametrize(
-    "parts", [GPTQ, {"weight": torch.ones(32, 32).to(torch.float8_e4m3fn)}], ids=["GPTQ", "FP8 without scale"]
-)
-def test_a_verb_rejects_it_in_one_line_and_writes_nothing(tmp_path, monkeypatch, verb, parts):
-    monkeypatch.chdir(tmp_path)
-    folder = write_checkpoint(tmp_path / "model", instead(parts), config())
-    with pytest.raises(BadInput) as caught:
-        verb(folder)
-    assert "\n" not in str(caught.value)
-    assert str(caught.value).startswith(f"{folder / 'model.safetensors'}: tensor model.layers.0.")
-    assert list(tmp_path.iterdir()) == [folder]
-
-
 @pytest.mark.parametrize(("method", "named"), [("gptq", "GPTQ"), ("awq", "AWQ")])
 def test_the_config_tells_gptq_from_awq(tmp_path, method, named):
     parts = {"qweight": torch.ones(4, 32, dtype=torch.int32)}
@@ -174,24 +158,6 @@ def test_nvfp4_is_refused_by_name_with_its_global_scale_and_without(tmp_path, pa
     lacking = write_checkpoint(tmp_path / "lacking", instead(parts), config())
     missing = NAME.removesuffix("weight") + overall
     refused(lacking, f"tensor {NAME} is NVFP4, but its global scale {missing} is missing")
-
-
-def test_nvfp4_as_compressed_tensors_writes_it_is_refused_by_name(tmp_path):
-    scheme = scheme_of(kind="float", form="nvfp4-pack-quantized", group_size=16, strategy="tensor_group")
-
-    def packed(name, tensor):
-        from compressed_tensors.compressors import BaseCompressor
-
-        state = {
-            "weight": tensor,
-            "weight_scale": torch.ones(tensor.shape[0], tensor.shape[1] // 16, dtype=tensor.dtype),
-            "weight_global_scale": torch.ones(1),
-        }
-        stored = BaseCompressor.get_value_from_registry(scheme.format).compress(state, scheme)
-        return {name.removesuffix("weight") + part: value for part, value in stored.items()}
-
-    repack(qwen(tmp_path), packed, compressed_config(scheme))
-    refused(tmp_path, "is quantised as NVFP4")
 
 
 # --- GGUF
