@@ -9,7 +9,7 @@ import pandas as pd
 import pytest
 
 from moescope.decoder.routers import facts_of_model
-from moescope.lab.report_training import coverage, sections, summary
+from moescope.lab.report_training import sections, summary
 from moescope.reporting.page import page_content
 from moescope.run import Run
 from moescope.verb import Selection
@@ -41,10 +41,6 @@ def test_domains_no_better_than_the_unigram_baseline_are_named(run: Run, monkeyp
     assert all(domain in summary(run).findings[1] for domain in run.info["domains"])
 
 
-def test_load_is_told_beside_random_routing(run: Run):
-    assert any("CV" in sentence and "random routing" in sentence for sentence in summary(run).findings)
-
-
 def with_model(run: Run, **model: object) -> Run:
     """The run as if its model had been another."""
     changed = {**run.info["arguments"]["model"], **model}
@@ -67,13 +63,6 @@ def test_load_that_cannot_be_uneven_is_not_called_least_even_anywhere(
     assert "CV 0" in sentence[0]
     assert not any("Load balance" in said for said in summary(with_model(run, router="dense")).findings)
     assert not any("Load balance" in said for said in summary(with_model(run, experts=1)).findings)
-
-
-def test_what_is_frozen_and_where_it_began_is_said(run: Run):
-    told = Run(
-        run.path, {**run.info, "frozen": "frozen: x", "arguments": {**run.info["arguments"], "from": "there"}}
-    )
-    assert coverage(told)[1:3] == ["starts from there with its model and vocabulary", "frozen: x"]
 
 
 def test_every_section_is_drawn_and_the_page_holds_scan_and_trace_too(run: Run):

@@ -6,7 +6,6 @@ What is in them, what is said, what is left out, and that nothing a text holds g
 import json
 import re
 import shutil
-from dataclasses import replace
 
 import numpy as np
 import pandas as pd
@@ -22,7 +21,6 @@ from moescope.routing.report_views import (
     routing_views,
     shown_documents,
     shown_steps,
-    skipped_steps,
     text_payload,
     tokens_by_expert,
 )
@@ -202,15 +200,6 @@ def test_of_many_steps_the_first_the_last_and_some_between_are_shown():
     assert shown_steps([1, 2, 3], experts=48 * 128) == [1, 3]
 
 
-def test_steps_without_a_view_of_their_own_are_told(traced_run):
-    found = load_trace(traced_run)
-    assert skipped_steps(found) == []
-    load = found.tables["load"]
-    many = [load[load["step"] == 100].assign(step=step) for step in range(6)]
-    long = replace(found, tables={**found.tables, "load": pd.concat(many)})
-    assert "Steps 0, 2, 3, 5 of 6" in skipped_steps(long)[0]
-
-
 def test_every_domain_has_documents_in_the_excerpt():
     assert shown_documents({"a": 30, "b": 30}) == [*range(6), *range(30, 36)]
     assert shown_documents({"a": 2, "b": 1}) == [0, 1, 2]
@@ -227,30 +216,6 @@ def test_the_excerpt_is_the_text_and_its_choices_are_the_tables(traced_run):
     np.testing.assert_array_equal(excerpt["layers"][1]["experts"], np.stack(mine["experts"].to_list()))
     np.testing.assert_allclose(excerpt["layers"][1]["gates"], np.stack(mine["gates"].to_list()), rtol=1e-5)
     assert {document["domain"] for document in excerpt["documents"]} == {"plain", "other"}
-
-
-def test_tables_are_folded_below_their_figures_largest_first_and_cut_where_long(
-    html, traced_run, monkeypatch, tmp_path
-):
-    load = table_of(html, LAST, "load")
-    assert [column["name"] for column in load["columns"]] == [
-        "layer",
-        "domain",
-        "expert",
-        "tokens",
-        "gate_weight",
-        "even",
-    ]
-    mine = traced_run.table("load").query("step == 200 and phase == 'prefill'")
-    assert [row[3] for row in load["rows"]] == sorted(mine["tokens"], reverse=True)
-    assert len(payloads(html)["trace0-steps-table0"]["rows"]) == 3
-    assert {f"trace0-{slug(LAST)}-{section}-table0" for section in ("separation", "domains")} <= set(
-        payloads(html)
-    )
-    monkeypatch.setattr("moescope.routing.report.ROWS_SHOWN", 5)
-    short = table_of(report(traced_run, out=tmp_path / "r.html").read_text(encoding="utf-8"), LAST, "load")
-    assert short["rows"] == load["rows"][:5]
-    assert short["title"] == f"Load of every expert (the 5 largest of {len(mine)})"
 
 
 def test_every_token_of_the_text_shown_has_its_word_even_one_no_expert_is_known_by(traced_run, tmp_path):

@@ -8,15 +8,12 @@ from __future__ import annotations
 import json
 import re
 
-import pandas as pd
 import pytest
-from typer.testing import CliRunner
 
 from moescope import cli
 from moescope.reporting.verb import report
-from moescope.routing.report import step_findings, summary, trace_findings, which_findings
+from moescope.routing.report import summary, trace_findings
 from moescope.routing.report_views import load_trace
-from moescope.run import Run
 from report_payloads import page_data
 
 
@@ -52,53 +49,6 @@ def test_over_steps_the_load_and_what_was_kept_are_told_first_with_their_chance_
     )
     assert [float(told[1]), float(told[2])] == pytest.approx([beyond.min(), beyond.max()], rel=5e-3)
     assert int(told[3]) == beyond.idxmin()
-
-
-def test_of_three_steps_the_last_two_are_named_and_one_step_has_no_such_sentence(traced_run):
-    trace = load_trace(traced_run)
-    later = {
-        name: frame.assign(step=frame["step"].replace({100: 200, 200: 300}))
-        for name, frame in trace.tables.items()
-        if "step" in frame
-    }
-    tables = {
-        name: pd.concat([trace.tables[name], frame[frame["step"] == 300]]) for name, frame in later.items()
-    }
-    pairs = trace.tables["stability"]
-    between = {(100, 300): 0.2, (100, 200): 0.25, (200, 300): 0.375}
-    tables["stability"] = pd.concat(
-        [
-            pairs.assign(step_a=a, step_b=b, routing_consistency_corrected=value, tau_is_noise=True)
-            for (a, b), value in between.items()
-        ]
-    )
-    three = type(trace)(trace.run, tables)
-    _, kept, last, noise = step_findings(three)
-    assert kept.startswith("Routing consistency of steps 100 and 300: 0.2 beyond chance")
-    assert last.startswith("Routing consistency of the last two steps, 200 and 300: 0.375 beyond chance")
-    assert noise.startswith("In 3 of 3 layers")
-    assert which_findings(three) == "step 300, the last of 100, 200 and 300; prefill"
-    one = type(trace)(
-        trace.run,
-        {
-            name: frame[frame["step"] == 100] if "step" in frame else frame.iloc[:0]
-            for name, frame in trace.tables.items()
-        },
-    )
-    assert step_findings(one) == []
-
-
-def test_a_single_step_needs_no_words_about_which(tmp_path):
-    from routing.tiny_text import save_model, texts, write_jsonl
-
-    model, text = save_model(tmp_path / "model"), write_jsonl(tmp_path / "text.jsonl", texts(5))
-    done = CliRunner().invoke(
-        cli.app, ["trace", str(model), "--text", str(text), "--out", str(tmp_path / "run"), "--json"]
-    )
-    facts = json.loads(done.stdout)
-    assert facts["findings"][0].startswith("Load balance: ")
-    assert facts["findings"] == summary(Run.load(tmp_path / "run")).findings
-    assert not any("the last of" in line for line in facts["coverage"])
 
 
 def test_key_numbers_are_the_worst_layers_with_their_chance_levels(traced_run):
