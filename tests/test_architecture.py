@@ -94,7 +94,6 @@ NOT_A_ROUTER = {
     ("moescope.lab.config", "some"),  # presets
     ("moescope.lab.config", "topk"),
     ("moescope.lab.tuning", "dense"),  # the folder of a control
-    ("moescope.lab.existing", "topk"),
 }
 # Statements per part, docstrings not counted: what was reached, and 3 %. Raising one needs a line in
 # docs/decisions/project.md that says what was deleted elsewhere.
@@ -103,14 +102,14 @@ BUDGETS = {
     "comparison": 455,
     "compression": 2239,
     "decoder": 1750,
-    "demo": 119,
+    "demo": 118,
     "deployment": 1334,
     "execution": 3355,
     "families": 927,
     "geometry": 362,
     "intervention": 1569,
     "lab": 4366,
-    "plotting": 945,
+    "plotting": 942,
     "reporting": 704,
     "root": 2045,
     "routing": 3720,
