@@ -31,6 +31,26 @@ def moescope(*arguments: str | Path, cwd: Path) -> subprocess.CompletedProcess:
 # --- help
 
 
+def test_an_interruption_inside_a_finaliser_is_not_lost():
+    code = (
+        "import os, signal, time\n"
+        "from moescope import cli\n"
+        "class Finalised:\n"
+        "    def __del__(self):\n"
+        "        os.kill(os.getpid(), signal.SIGINT)\n"
+        "        time.sleep(1)\n"
+        "def app():\n"
+        "    Finalised()\n"
+        "    for _ in range(100):\n"
+        "        time.sleep(0.05)\n"
+        "cli.app = app\n"
+        "cli.main()\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 130
+    assert done.stderr == "moescope: interrupted; give the same command again to resume\n"
+
+
 @pytest.mark.parametrize("flag", ["--help", "-h"])
 def test_the_help_names_every_verb(command_line, flag):
     code, out, err = command_line(flag)

@@ -17,7 +17,7 @@ import pytest
 import moescope
 from moescope import run as run_module
 from moescope.errors import BadInput
-from moescope.run import Run, default_folder, finished_run, open_run
+from moescope.run import DamagedRun, Run, clear_run, default_folder, finished_run, open_run, place_run
 from moescope.storage import is_leftover
 from moescope.tables import SCHEMA_VERSION
 from moescope.verbs import load_verb
@@ -186,6 +186,42 @@ def test_a_resumed_run_keeps_its_start_and_adds_up_its_timings(tmp_path):
         run = finish(writer)
     assert run.info["started"] == started
     assert run.info["timings"]["decompose"] == 101.0
+
+
+@pytest.mark.parametrize("status", ["done", "interrupted"])
+def test_what_killed_processes_left_is_gone_after_the_same_command(tmp_path, status):
+    folder = tmp_path / "run"
+    if status == "done":
+        made(folder)
+    else:
+        leave_unfinished(folder, KeyboardInterrupt())
+    (folder / "exports").mkdir()
+    tmp = ".moescope-0123456789abcdef.tmp"
+    left = [folder / ".lock", folder / tmp, folder / "exports" / tmp]
+    for file in left:
+        file.touch()
+    if place_run(SCAN, folder, "a", IDENTITY, overwrite=False)[1] is None:
+        with open_run(folder, SCAN, IDENTITY) as writer:
+            finish(writer)
+    assert not [file for file in left if file.exists()]
+
+
+def test_a_verb_that_is_no_text_is_one_line(tmp_path):
+    (tmp_path / "run.json").write_text(json.dumps({"verb": ["scan"], "schema_version": 2, "status": "done"}))
+    with pytest.raises(DamagedRun, match="field verb is another, not text"):
+        Run.load(tmp_path)
+
+
+def test_run_json_stays_while_a_run_is_replaced_and_goes_alone(tmp_path):
+    """A process killed in between leaves a folder that can be resumed or overwritten."""
+    made(tmp_path / "run")
+    clear_run(tmp_path / "run", SCAN)
+    assert listing(tmp_path / "run") == ["run.json"]
+    assert info(tmp_path / "run")["status"] == "interrupted"
+    (tmp_path / "run" / "checkpoints").mkdir()
+    with pytest.raises(RuntimeError), open_run(tmp_path / "run", SCAN, IDENTITY, overwrite=True):
+        raise RuntimeError
+    assert info(tmp_path / "run")["status"] == "failed"  # with checkpoints in it, it must be known as a run
 
 
 def test_a_run_that_was_resumed_and_finished_tells_of_no_error(tmp_path):

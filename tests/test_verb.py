@@ -25,6 +25,7 @@ from moescope.verb import (
     documented_parameters,
     options_of,
 )
+from moescope.verbs import VERBS, load_verb
 
 Mode = Literal["fast", "exact"]
 CALLS: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
@@ -142,7 +143,7 @@ def test_a_shared_parameter_needs_no_text_and_may_have_its_own():
 
     out, seed, quiet = options_of(read)
     assert (out.metavar, out.shown_default, out.help) == ("FILE", "a.html", "The page.")
-    assert (seed.kind, seed.bounds, seed.more) == ("int", ((">=", 0.0),), True)
+    assert (seed.kind, seed.bounds, seed.more) == ("int", ((">=", 0.0), ("<", 1e18)), True)
     assert quiet.help == documented_parameters(COMMON)["quiet"][1]
 
 
@@ -183,6 +184,14 @@ def test_bounds_and_kinds_are_checked():
     for value, limits in ((0, "above 0"), (float("inf"), "above 0 and below inf")):
         with pytest.raises(BadInput, match=f"speed {value}: must be {limits}$"):
             speed.check(value)
+
+
+def test_every_number_has_an_upper_limit():
+    for name, *_ in VERBS:
+        for option in load_verb(name).options:
+            if option.kind == "int":
+                with pytest.raises(BadInput, match=f"{option.name} 1{'0' * 30}: must be at least .* and "):
+                    option.check(10**30)
 
 
 def test_the_command_line_calls_the_function_with_the_options_as_given(invoke):

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import _thread
 import inspect
 import json
 import os
 import shlex
 import signal
 import sys
+import threading
 import traceback
 from collections.abc import Callable
 from pathlib import Path
@@ -289,6 +291,14 @@ def print_traceback(error: BaseException) -> None:
     traceback.print_exception(error)
 
 
+def repeat_interrupt(lost: Any) -> None:
+    """Interrupt once more where a finaliser was interrupted: Python drops what is raised there."""
+    if lost.exc_type is KeyboardInterrupt:
+        threading.Timer(0.05, _thread.interrupt_main).start()
+    else:
+        sys.__unraisablehook__(lost)
+
+
 def main() -> None:
     """Run the command line.
 
@@ -296,6 +306,7 @@ def main() -> None:
     """
     # a batch system's stop is an interruption like Ctrl-C: the run is marked so and can be resumed
     signal.signal(signal.SIGTERM, signal.default_int_handler)
+    sys.unraisablehook = repeat_interrupt
     try:
         app()
     except BadInput as error:

@@ -169,7 +169,8 @@ class Run:
 
     def tidy(self) -> None:
         """Remove what a process left that was stopped after its run was done."""
-        left = [*self.path.glob("parts/*/*.parquet"), *filter(is_leftover, self.path.iterdir())]
+        names = (".lock", "*.tmp", "*/*.tmp", "parts/*/*.parquet")
+        left = [path for name in names for path in self.path.glob(name)]
         if self.info.get("status") == "done" and left:
             with suppress(BadInput), only_writer(self.path, self.path / ".lock", "this run", "wait"):
                 remove_leftovers(self.path)
@@ -393,10 +394,9 @@ def open_run(
         writer = None
         try:
             remove_leftovers(folder)
-            remove_leftovers(folder / "parts")
             if overwrite:
                 clear_run(folder, verb)
-            before = read_run_json(folder)
+            before = None if overwrite else read_run_json(folder)
             if before is None:
                 before = {
                     "schema_version": SCHEMA_VERSION,
@@ -422,6 +422,8 @@ def open_run(
             if writer is not None and writer.info.get("status") != "done":
                 if created and not writer.done_tasks() and not (folder / STREAMED).exists():
                     clear_run(folder, verb)
+                if created and {file.name for file in folder.iterdir()} <= {RUN_JSON, ".lock", TRAIN_LOCK}:
+                    remove(folder / RUN_JSON, folder)
                 else:
                     status = "interrupted" if isinstance(error, KeyboardInterrupt) else "failed"
                     with suppress(BadInput):  # the disk may be full
@@ -504,24 +506,27 @@ def remove_tasks(folder: Path, verb: Verb) -> None:
 
 def mark_unfinished(folder: Path) -> dict[str, Any] | None:
     """Make sure that nobody takes the run for a complete one while it is removed; return its run.json."""
-    if before := read_run_json(folder):
-        remove(folder / "parts", folder)
-        write_json(folder / RUN_JSON, {**before, "status": "interrupted"})
-    return before
+    with suppress(DamagedRun):
+        before = read_run_json(folder)
+        if before and before.get("status") == "done":
+            remove(folder / "parts", folder)
+            write_json(folder / RUN_JSON, {**before, "status": "interrupted"})
+        return before
+    return None
 
 
 def clear_run(folder: Path, verb: Verb) -> None:
-    """Remove what moescope writes into a run folder, and nothing else.
+    """Remove what moescope writes into a run folder, and nothing else; run.json stays, marked interrupted.
 
     A process killed meanwhile leaves a run that is complete, or one that is not done and has no tasks.
     """
     verbs = [verb]
-    with suppress(BadInput):  # damaged, or of an unknown verb
-        if before := mark_unfinished(folder):
+    if before := mark_unfinished(folder):
+        with suppress(BadInput):  # of an unknown verb
             verbs.append(load_verb(before["verb"]))
     remove(folder / "parts", folder)
     files = {file for of in verbs for file in (*of.files, *(f"{name}.parquet" for name in of.tables))}
-    for name in (*sorted({*files, *OWN_FILES} - {RUN_JSON}), RUN_JSON):
+    for name in sorted({*files, *OWN_FILES} - {RUN_JSON}):
         remove(folder / name, folder)
     remove_leftovers(folder)
 
@@ -550,7 +555,7 @@ def read_run_json(folder: Path) -> dict[str, Any] | None:
         raise DamagedRun(f"{path}: not valid JSON; repeat the command of this run with --overwrite") from None
     if not isinstance(info, dict) or not {"verb", SHAPE} & info.keys():
         raise BadInput(f"{path}: not written by moescope; give another folder")
-    if damage := damaged_field(info, info.pop(SHAPE, "any")):
+    if damage := damaged_field(info, info.pop(SHAPE, "any")) or damaged_field(info, {"verb": "text"}):
         raise DamagedRun(f"{path}: field {damage}; repeat the command of this run with --overwrite")
     return info
 

@@ -90,9 +90,9 @@ def leftover_name(folder: Path) -> Path:
 
 
 def remove_leftovers(folder: Path) -> None:
-    """Remove what killed processes left half-written or half-removed in the folder, unless that is a link."""
-    for path in folder.iterdir() if folder.is_dir() and not folder.is_symlink() else ():
-        if is_leftover(path) and not path.is_symlink():
+    """Remove what killed processes left half-written or half-removed there or one folder below; no links."""
+    for path in (*folder.glob("*.tmp"), *folder.glob("*/*.tmp")):
+        if is_leftover(path) and not path.is_symlink() and not path.parent.is_symlink():
             with suppress(OSError), opened(path) as descriptor:  # a held lock is one, too
                 fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 delete(path)

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 SCHEMA_VERSION = 2
 FEWEST_DOCUMENTS = 20  # of an interval over documents: with fewer its columns are empty
 COLUMNS = b"moescope.columns"  # of a parquet file's metadata: the columns that it was written with
-MOST_VALUES, VALUES_READ = 50, 10**8  # of a parquet file: per byte, and how many are read anyway
+MOST_VALUES, VALUES_READ = 100, 3 * 10**7  # of a parquet file: per byte, and how many are read anyway
 
 Reference = str | float | None  # a column's name, or a number
 
@@ -246,11 +246,16 @@ def opened_parquet(path: str | Path) -> Iterator[pq.ParquetFile]:
     kinds = (pa.ArrowException, OSError, ValueError, TypeError, KeyError)
     damaged = one_line(f"{path}: damaged parquet file", "run its command again with --overwrite", kinds)
     with damaged, pq.ParquetFile(os.path.abspath(path)) as opened:  # "s3:x" looks like a URL
-        groups = [opened.metadata.row_group(at) for at in range(opened.num_row_groups)]
-        values = sum(group.column(at).num_values for group in groups for at in range(group.num_columns))
-        most = max(VALUES_READ, MOST_VALUES * os.path.getsize(path))
-        reject_if(values > most, f"{path}: {values:,} values in a file of few bytes; write it again")
+        check_values(opened, path)
         yield opened
+
+
+def check_values(opened: pq.ParquetFile, path: str | Path) -> None:
+    """Reject a file whose values take far more memory than its bytes: equal ones take nearly none there."""
+    groups = [opened.metadata.row_group(at) for at in range(opened.num_row_groups)]
+    values = sum(group.column(at).num_values for group in groups for at in range(group.num_columns))
+    most = max(VALUES_READ, MOST_VALUES * os.path.getsize(path))
+    reject_if(values > most, f"{path}: {values:,} values in a file of few bytes; write it again")
 
 
 def wrong_column(schema: pa.Schema, table: Table | None) -> str | None:

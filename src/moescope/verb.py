@@ -49,7 +49,7 @@ domain : NAME=PATH, repeatable
     Text of a named domain, such as code=src.
 token_ids : FILE
     Token ids instead of text: .npy, or .jsonl with one list per line.
-max_tokens : int >= 1, default all
+max_tokens : int >= 1, <= 1e15, default all
     Tokens to read at most, shared evenly by domains and documents.
 layers : LAYERS, default all
     Layers, such as 0,5,9-12.
@@ -64,7 +64,7 @@ revision : REVISION, default main
     Branch, tag or commit of a hub id.
 dtype : DTYPE
     Precision; auto: as stored.
-batch_size : int >= 1
+batch_size : int >= 1, <= 1e6
     Documents per batch.
 chat_template : bool
     Read documents as user messages.
@@ -78,9 +78,9 @@ engine : ENGINE
     Run here, or on Ray (extra `ray`).
 address : ADDRESS
     Ray cluster: auto or HOST:PORT.
-jobs : N >= 1, default as many as fit
+jobs : N >= 1, <= 1024, default as many as fit
     Parts of the text on Ray.
-seed : int >= 0
+seed : int >= 0, < 1e18
     Seed of random draws.
 overwrite : bool
     Replace the run in --out.

@@ -8,6 +8,9 @@ import os
 import shutil
 from pathlib import Path
 
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 import torch
 
@@ -15,6 +18,7 @@ import moescope
 from checkpoint.servers import serving
 from checkpoints import tiny_checkpoint
 from decoder.tiny_lab import tiny
+from deployment.deployment_runs import write_trace
 from moescope.checkpoint import location, open_checkpoint
 from moescope.decoder.model import LabModel
 from moescope.decoder.saving import save_model
@@ -23,6 +27,7 @@ from moescope.errors import BadInput
 from moescope.execution.models import load_tokenizer
 from moescope.execution.recorded import Shape, read_trace
 from moescope.execution.texts import check_not_empty, sources
+from moescope.run import Run
 from routing.tiny_text import save_model as save_text_model
 from routing.tiny_text import texts, write_jsonl
 
@@ -69,6 +74,29 @@ def test_only_a_regular_config_of_some_megabytes_is_read(tmp_path, kind):
             open_checkpoint(folder)
         with pytest.raises(BadInput):
             moescope.trace(folder, text=tmp_path / "text", out=tmp_path / "run", quiet=True)
+
+
+@pytest.mark.parametrize("kind", ["rows", "lists"])
+def test_a_table_of_a_hundred_million_equal_values_is_not_read(tmp_path, kind):
+    folder = write_trace(tmp_path / "run", np.array([[[0, 1], [1, 0]]]), [0, 0], 2).path
+    file = folder / "tokens.parquet"
+    row = pq.read_table(file).slice(0, 1)
+    group = pa.concat_tables([row] * 100_000).combine_chunks()
+    if kind == "lists":
+        place = row.schema.get_field_index("experts")
+        group = row.set_column(place, row.schema.field(place), pa.array([[1] * 10**6], pa.list_(pa.int32())))
+    with pq.ParquetWriter(file, group.schema, compression="zstd") as writer:
+        for _ in range(100):
+            writer.write_table(group)
+    assert file.stat().st_size < 1e6
+    reads = [
+        lambda: Run.load(folder).table("tokens"),
+        lambda: moescope.deploy(folder, out=tmp_path / "deployed", quiet=True),
+        lambda: list(read_trace(file, "table", Shape(4))),
+    ]
+    for read in reads:
+        with pytest.raises(BadInput, match=r"tokens\.parquet: .* values in a file of few bytes"):
+            read()
 
 
 def test_a_packed_text_of_zeros_is_not_unpacked_to_its_end(tmp_path):

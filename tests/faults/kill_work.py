@@ -10,6 +10,7 @@ import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 import transformers.models.mixtral.modeling_mixtral  # noqa: F401
@@ -23,10 +24,12 @@ import moescope.lab.study_statistics
 import moescope.lab.training
 import moescope.routing.collectors
 from checkpoints import tiny_checkpoint
+from lab.existing_models import saved
 from lab.tiny_study import write_study
 from moescope import storage
 from moescope.comparison.verb import compare
 from moescope.compression.verb import compress
+from moescope.deployment.verb import deploy
 from moescope.execution.streamed import StreamedModel, load_streamed
 from moescope.execution.ways import Expected
 from moescope.intervention.verb import intervene
@@ -82,6 +85,22 @@ def prepare(folder: Path) -> None:
     tiny_checkpoint(folder / "b", layers=2, seed=1)
     save_model(folder / "model")
     write_jsonl(folder / "text.jsonl", texts(12, seed=0))
+    saved("llama", folder / "dense")
+    data = settings[settings.index("[data]") :]
+    (folder / "base.toml").write_text(f"[base]\nexperts = 2\n{data}")
+
+
+def prepare_earlier(folder: Path) -> None:
+    """Write the finished runs that others read or replace, and the settings of what replaces them."""
+    run_trace(folder, folder / "traced")
+    for name, file, make in (
+        ("trained", "tiny", run_train),
+        ("based", "base", run_base),
+        ("studied", "study", run_study),
+    ):
+        make(folder, folder / name)
+        settings = (folder / f"{file}.toml").read_text()
+        (folder / f"{name}.toml").write_text(settings.replace("batch_size = 4", "batch_size = 2"))
 
 
 def run_scan(inputs: Path, out: Path) -> None:
@@ -97,10 +116,20 @@ def run_trace(inputs: Path, out: Path) -> None:
     trace(inputs / "model", text=str(text), out=out, save_tokens=True, device="cpu", quiet=True)
 
 
-def run_compress(inputs: Path, out: Path) -> None:
-    options = {"method": "reap", "keep": 0.5, "text": inputs / "text.jsonl", "controls": 1}
+def run_compress(inputs: Path, out: Path, **more: Any) -> None:
+    options = {"method": "reap", "keep": 0.5, "text": inputs / "text.jsonl", "controls": 1, **more}
     small = out.with_name(f"{out.name}-small")
     compress(inputs / "model", **options, apply=small, out=out, device="cpu", quiet=True)
+
+
+def run_ray_trace(inputs: Path, out: Path) -> None:
+    text = inputs / "text.jsonl"
+    ray = {"engine": "ray", "jobs": 2, "device": "cpu"}
+    trace(inputs / "model", text=str(text), out=out, save_tokens=True, quiet=True, **ray)
+
+
+def run_ray_compress(inputs: Path, out: Path) -> None:
+    run_compress(inputs, out, engine="ray", jobs=2)
 
 
 def run_intervene(inputs: Path, out: Path) -> None:
@@ -130,12 +159,53 @@ def expect_files(model: StreamedModel, tokens: int) -> Expected:
     return replace(EXPECT(model, tokens), disk_bytes=1)
 
 
+def run_recorded(inputs: Path, out: Path) -> None:
+    tokens = inputs / "traced" / "tokens.parquet"
+    trace(recorded=tokens, format="moescope", experts=4, save_tokens=True, out=out, quiet=True)
+
+
+def run_deploy(inputs: Path, out: Path) -> None:
+    deploy(inputs / "traced", out=out, quiet=True)
+
+
 def run_train(inputs: Path, out: Path) -> None:
     train(inputs / "tiny.toml", router="top2", out=out, device="cpu", quiet=True)
 
 
+def run_base(inputs: Path, out: Path) -> None:
+    """Upcycle a dense model and train it."""
+    train(inputs / "base.toml", base=inputs / "dense", out=out, device="cpu", quiet=True)
+
+
 def run_study(inputs: Path, out: Path) -> None:
     study(inputs / "study.toml", out=out, device="cpu", quiet=True)
+
+
+def overwritten(earlier: str, inputs: Path, out: Path, **options: Any) -> None:
+    """Replace a finished run of other settings; started again, it is replaced anew or goes on."""
+    if not out.exists():
+        shutil.copytree(inputs / earlier, out, symlinks=True)
+    function = study if earlier == "studied" else train
+    function(inputs / f"{earlier}.toml", out=out, device="cpu", overwrite=True, quiet=True, **options)
+
+
+def run_train_over(inputs: Path, out: Path) -> None:
+    overwritten("trained", inputs, out)
+
+
+def run_base_over(inputs: Path, out: Path) -> None:
+    overwritten("based", inputs, out, base=inputs / "dense")
+
+
+def run_study_over(inputs: Path, out: Path) -> None:
+    overwritten("studied", inputs, out)
+
+
+def run_scan_over(inputs: Path, out: Path) -> None:
+    """A scan in place of a finished trace."""
+    if not out.exists():
+        shutil.copytree(inputs / "traced", out)
+    scan(inputs / "a", out=out, device="cpu", overwrite=True, quiet=True)
 
 
 def monitored(out: Path, last: int) -> None:
@@ -178,10 +248,19 @@ RUNS: dict[str, Callable[[Path, Path], None]] = {
     "trace": run_trace,
     "streamed": run_streamed,
     "compress": run_compress,
+    "ray_trace": run_ray_trace,
+    "ray_compress": run_ray_compress,
     "streamed_compress": run_streamed_compress,
     "intervene": run_intervene,
+    "recorded": run_recorded,
+    "deploy": run_deploy,
     "train": run_train,
+    "base": run_base,
     "study": run_study,
+    "train_over": run_train_over,
+    "base_over": run_base_over,
+    "study_over": run_study_over,
+    "scan_over": run_scan_over,
     "monitor": run_monitor,
     "continued": run_continued,
 }

@@ -20,9 +20,15 @@ from moescope.run import Run
 MEASURED = [  # differ from run to run
     *("seconds", "step_seconds", "tokens_per_second", "relative_speed", "peak_memory_bytes", "peak_memory_gb")
 ]
-VERBS = ("scan", "compare", "trace", "compress", "intervene", "train", "study", "monitor", "continued")
-WATCHED = {"study": "trainings/top2-seed-3"}  # the run inside, whose joining is recorded
+VERBS = (
+    *("scan", "compare", "trace", "recorded", "compress", "intervene", "deploy", "train", "base", "study"),
+    *("monitor", "continued", "scan_over", "train_over", "base_over", "study_over"),
+)
+RAY = ("ray_trace", "ray_compress")
+WATCHED = dict.fromkeys(("study", "study_over"), "trainings/top2-seed-3")  # the run inside that is recorded
+FIRST = 30  # writes in which a finished run is cleared
 OTHERS = 6  # kills per verb outside the joining
+MOMENTS = 4  # kills per verb at random moments
 LAYERS = (30, 20)  # writes of a streamed trace in its third layer and in its second
 PASSES = ("held_out_states", "reference", "judged-0", "judged-1")  # of a judgement: tasks of a run
 Start = Callable[..., int | None]
@@ -36,13 +42,15 @@ def start(tmp_path_factory: pytest.TempPathFactory) -> Start:
     before = os.environ.get("PYTHONPATH", "")
     os.environ["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).parents[1]), before])
 
-    def run(function: str, *arguments: Any) -> int | None:
+    def run(function: str, *arguments: Any, seconds: float | None = None) -> int | None:
         process = context.Process(target=call, args=(function, *arguments))
         process.start()
-        process.join(600)
+        process.join(600 if seconds is None else seconds)
         if process.is_alive():
             process.kill()
-            pytest.fail(f"{function} {arguments}: still running after 600 s")
+            process.join()
+            if seconds is None:
+                pytest.fail(f"{function} {arguments}: still running after 600 s")
         return process.exitcode
 
     assert run("prepare", tmp_path_factory.mktemp("none")) == 0
@@ -54,6 +62,7 @@ def start(tmp_path_factory: pytest.TempPathFactory) -> Start:
 def inputs(start: Start, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("inputs")
     assert start("prepare", folder) == 0
+    assert start("prepare_earlier", folder) == 0
     return folder
 
 
@@ -93,8 +102,17 @@ def assert_equal_tables(folder: Path, other: Path) -> None:
         assert leftovers == []
 
 
-def kill_and_resume(start: Start, verb: str, inputs: Path, undisturbed: Path, out: Path, write: int) -> None:
-    assert start("attempt", verb, inputs, out, f"kill:{write}") == -signal.SIGKILL, f"{verb} at {write}"
+def kill_and_resume(
+    start: Start,
+    verb: str,
+    inputs: Path,
+    undisturbed: Path,
+    out: Path,
+    write: int,
+    seconds: float | None = None,
+) -> None:
+    ended = start("attempt", verb, inputs, out, f"kill:{write}", seconds=seconds)
+    assert ended == -signal.SIGKILL or seconds, f"{verb} at {write}"
     assert start("attempt", verb, inputs, out, None) == 0, f"{verb} at {write} did not resume"
     try:
         assert_equal_tables(undisturbed, out)
@@ -107,7 +125,10 @@ def kill_and_resume(start: Start, verb: str, inputs: Path, undisturbed: Path, ou
 def test_a_killed_run_resumes_with_the_tables_of_an_undisturbed_one(
     start, inputs, undisturbed, verb, torture, tmp_path
 ):
-    """At every write while tables are joined and at some others; without --torture at a tenth of these."""
+    """At every write while tables are joined, at some others and at random moments; a part without --torture.
+
+    `*_over` replaces a finished run of other settings: also at every write while that is cleared.
+    """
     if verb == "continued":
         undisturbed("monitor")  # what it continues
     run, joining = undisturbed(verb)
@@ -116,8 +137,24 @@ def test_a_killed_run_resumes_with_the_tables_of_an_undisturbed_one(
     assert len(window) > 5
     others = sorted(set(range(1, len(joining) + 1)) - window)
     draw = random.Random(verb)
-    writes = sorted({*window, *draw.sample(others, min(OTHERS, len(others)))})
-    for write in writes if torture else writes[VERBS.index(verb) % 10 :: 10]:
+    cleared = {*range(1, FIRST + 1)} if verb.endswith("_over") else set()
+    writes = sorted({*window, *cleared, *draw.sample(others, min(OTHERS, len(others)))})
+    for write in writes if torture else [draw.choice(sorted(cleared or window))]:
+        kill_and_resume(start, verb, inputs, run.path, tmp_path / f"run{write}", write)
+    for number in range(MOMENTS if torture else 0):
+        place = tmp_path / f"moment{number}"
+        kill_and_resume(start, verb, inputs, run.path, place, 10**9, seconds=draw.uniform(0.1, 4))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("verb", RAY)
+def test_a_killed_run_on_ray_resumes_with_the_tables_of_an_undisturbed_one(
+    start, inputs, undisturbed, verb, torture, tmp_path
+):
+    if not torture:
+        pytest.skip("a cluster per attempt; runs with --torture")
+    run, joining = undisturbed(verb)
+    for write in random.Random(verb).sample(range(1, len(joining) + 1), 5):
         kill_and_resume(start, verb, inputs, run.path, tmp_path / f"run{write}", write)
 
 

@@ -123,8 +123,11 @@ def test_a_part_given_beside_its_training_is_shown_once(trained_run: Run):
     assert beside["roots"] == alone["roots"]
 
 
-def test_overwrite_begins_anew_and_leaves_other_peoples_files(trained_run: Run, tmp_path: Path):
+@pytest.mark.parametrize("damaged", ["", "run.json", "checkpoints/step-12/config.json"])
+def test_overwrite_begins_anew_and_leaves_other_peoples_files(trained_run: Run, tmp_path: Path, damaged: str):
     shutil.copytree(trained_run.path, tmp_path / "run")
+    if damaged:
+        (tmp_path / "run" / damaged).write_text("junk")
     mine = [tmp_path / "run" / name / "mine.txt" for name in ("checkpoints", "model", "trainer")]
     for file in mine:
         file.parent.mkdir(exist_ok=True)

@@ -79,7 +79,7 @@ def compress(
         Router of merged experts: fold fits new rows, tie keeps all (judged, not written).
     judge : bool
         Do not judge on held-out text.
-    controls : int >= 0, default 3; 1 over 2 GiB
+    controls : int >= 0, <= 1e4, default 3; 1 over 2 GiB
         Random controls to compare with.
 
     References

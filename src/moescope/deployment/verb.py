@@ -66,20 +66,20 @@ def deploy(
         (0.25,0.5; 1.0 is all experts).
     bandwidth : GB/S > 0, < inf
         Speed of loading experts; adds milliseconds per token.
-    gpus : GPUS >= 1, default up to 8 with two experts each
+    gpus : GPUS >= 1, <= 4096, default up to 8 with two experts each
         Devices that share the experts of every layer.
-    nodes : NODES >= 1
+    nodes : NODES >= 1, <= 4096
         Nodes that hold the devices.
-    redundant : COPIES >= 0
+    redundant : COPIES >= 0, <= 4096
         Copies of experts per layer beyond one each.
-    min_tokens : TOKENS >= 1
+    min_tokens : TOKENS >= 1, <= 1e15
         Tokens that a calibration text should give every expert.
 
     Other Parameters
     ----------------
-    expert_bytes : BYTES >= 1
+    expert_bytes : BYTES >= 1, <= 1e15
         Bytes per expert, where no model is given.
-    batch_tokens : TOKENS >= 1
+    batch_tokens : TOKENS >= 1, <= 1e9
         Tokens per batch, for the balance of single batches.
     esft_share : SHARE > 0, <= 1
         Share of choices that the experts listed for fine-tuning reach.
@@ -87,7 +87,7 @@ def deploy(
         Empty the caches at the start of every document.
     phase : PHASE, default decode where the trace has it
         Which tokens to replay.
-    jobs : JOBS >= 1
+    jobs : JOBS >= 1, <= 1024
         Processes to compute in, for long traces; changes no number.
 
     Examples

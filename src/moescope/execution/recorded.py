@@ -21,6 +21,7 @@ from numpy.lib import format as npy
 from numpy.typing import NDArray
 
 from moescope.errors import BadInput, one_line, reject_if
+from moescope.tables import check_values
 from moescope.types import Array, Integers
 
 MOST_LAYERS = 1000
@@ -644,6 +645,7 @@ def open_batches(file: Path) -> Any:
         with file.open("rb") as start:
             reject_if(start.read(4) != b"PAR1", unknown)
         opened = parquet.ParquetFile(file.absolute())
+        check_values(opened, file)
         heads = opened.schema_arrow.names
     wanted = [name for name in heads if name in COLUMNS]
     reject_if(

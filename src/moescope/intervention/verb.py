@@ -69,12 +69,12 @@ def intervene(
         Layers of a sweep, such as 0,3 or 4-7.
     generate : PROMPT, repeatable
         Also continue a prompt with and without the change.
-    max_new_tokens : int >= 1
+    max_new_tokens : int >= 1, <= 1e6
         Tokens of a continuation.
 
     Other Parameters
     ----------------
-    controls : int >= 2
+    controls : int >= 2, <= 1e4
         Random draws of each control, of a sweep of k.
 
     Examples

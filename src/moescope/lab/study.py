@@ -30,13 +30,14 @@ from moescope.run import (
     Run,
     RunWriter,
     jsonable,
+    mark_unfinished,
     open_run,
     place_run,
     read_run_json,
     run_to_resume,
     write_table,
 )
-from moescope.storage import check_disk, remove
+from moescope.storage import check_disk, only_writer, remove
 from moescope.verb import Verb
 
 if TYPE_CHECKING:
@@ -77,7 +78,7 @@ def study(
         Arms, seeds and what they have in common (docs/lab.md); in Python also a dictionary.
     resume : bool
         Continue the unfinished study in --out, or the newest one in runs/.
-    jobs : N >= 1
+    jobs : N >= 1, <= 1024
         Trainings at a time, each in its own process; on a GPU they share it.
 
     Examples
@@ -114,11 +115,11 @@ def study(
         return done
     vocabulary = training_vocabulary(plan.base, corpus)
     plan = count_steps(plan, corpus, vocabulary)
-    replaces = overwrite and holds_study(folder)
     command = VERB.command(given if isinstance(config, str | Path) else {"resume": True, "out": folder})
-    with open_run(folder, VERB, identity, overwrite, command) as writer:
-        if replaces:  # under the lock: another process may still write it
+    if overwrite and holds_study(folder):  # under the lock: another process may still write it
+        with only_writer(folder, folder / ".lock", "this run", "give another --out"):
             clear_study(folder)
+    with open_run(folder, VERB, identity, overwrite, command) as writer:
         largest = max(bytes_on_disk(arm.config) for arm in plan.arms)
         present = sum(file.stat().st_size for file in folder.rglob("*.safetensors"))
         needed = max(checkpoint_bytes(plan) + jobs * largest - present, 0)
@@ -260,6 +261,7 @@ def holds_study(folder: Path) -> bool:
 
 def clear_study(folder: Path) -> None:
     """Remove the trainings and the text of an earlier study, and nothing else."""
+    mark_unfinished(folder)
     for run in (folder / TRAININGS).glob("*-seed-*/run.json"):
         if (read_run_json(run.parent) or {}).get("verb") == "train":
             remove(run.parent, folder)

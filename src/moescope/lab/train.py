@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -118,7 +118,7 @@ def train(
 
     Other Parameters
     ----------------
-    seed : SEED >= 0, default the config's
+    seed : SEED >= 0, < 1e18, default the config's
         Seed of weights and data order.
 
     Examples
@@ -456,7 +456,9 @@ def check_memory(
 
 def clear_training(folder: Path) -> None:
     """Remove checkpoints, states and parts of an earlier training, and nothing else."""
-    info = read_run_json(folder) or {}
+    info: dict[str, Any] = {"verb": "train", "arguments": ["base"] * (folder / UPCYCLED).is_dir()}  # damaged
+    with suppress(DamagedRun):
+        info = read_run_json(folder) or {}
     if info.get("verb") != "train":
         return
     states = folder / "checkpoints"

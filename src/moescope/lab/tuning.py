@@ -470,8 +470,8 @@ def prepare(
             del traced
             if not target.exists():  # it appears when complete
                 if read_run_json(job.folder) is None:  # so that the folder is known as this run's
-                    with open_run(job.folder, **watching):
-                        pass
+                    with open_run(job.folder, **watching) as writer:
+                        writer.save_info(status="interrupted")
                 upcycle(checkpoint, target, base.experts, base.top_k or 2, base.noise, train.seed)
         ranks.wait()
         name = str(target)

@@ -95,7 +95,7 @@ def trace(
         A trace that another tool wrote, or a table of tokens, instead of running a model.
     format : FORMAT
         Format of the recorded trace; not needed for .csv, .parquet, .npy, .pt and .gguf.
-    experts : int >= 1
+    experts : int >= 1, <= 4096
         Experts per layer of the recorded trace; not needed if a model folder is given.
     revisions : LIST
         Revisions of one hub model, as steps: step1000,step2000.
