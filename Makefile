@@ -36,7 +36,7 @@ fast-tests:
 all-tests:
 	$(TEST)
 
-# Runs killed at every write, and 5,000 damaged inputs; test-all does a tenth of both.
+# Runs killed at every write of joining and clearing, and 10,000 damaged inputs; test-all does a part of both.
 torture: .venv/everything
 	$(TEST) tests/faults --torture
 

@@ -58,7 +58,7 @@ LONGEST = (
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--torture", action="store_true", help="kill at every write, damage 5,000 inputs")
+    parser.addoption("--torture", action="store_true", help="kill at every write, damage 10,000 inputs")
 
 
 @pytest.fixture(scope="session")

@@ -10,8 +10,11 @@ import subprocess
 import sys
 from collections import Counter
 from pathlib import Path
+from unittest.mock import MagicMock, Mock
 
 import pytest
+import ray
+from ray import exceptions
 
 import processes_work
 import ray_work
@@ -20,6 +23,7 @@ from moescope.engine import (
     Engine,
     LocalEngine,
     ProcessEngine,
+    RayEngine,
     check_engine,
     open_engine,
     ray_engine,
@@ -113,6 +117,23 @@ def test_bad_input_in_a_worker_is_the_same_bad_input_here(connected):
         done(engine, ray_work.refuse_three, [1, 2, 3])
     assert type(caught.value) is BadInput
     assert str(caught.value) == "three: not wanted; give another number"
+
+
+def test_a_dead_raylet_is_one_line(monkeypatch):
+    """Also where stopping what was started fails, since it is asked of the dead process."""
+    dead = exceptions.RaySystemError("raylet died")
+    for name in ("wait", "cancel", "kill"):
+        monkeypatch.setattr(ray, name, Mock(side_effect=dead))
+    monkeypatch.setattr(ray, "remote", MagicMock())
+    with pytest.raises(BadInput, match=r"Ray failed \(.*raylet died.*\); give the same command to resume"):
+        done(RayEngine("cpu", 1, 0, {}), ray_work.square, [1, 2])
+
+
+def test_a_cluster_that_starts_too_slowly_is_one_line(monkeypatch):
+    monkeypatch.setattr(ray, "init", Mock(side_effect=Exception("The current node timed out. Or not.")))
+    slow = r"Ray cannot be started here \(The current node timed out\); use --engine local"
+    with pytest.raises(BadInput, match=slow), open_engine("ray", None, "cpu"):
+        pass
 
 
 def test_a_programming_error_in_a_worker_keeps_its_traceback(connected):

@@ -238,10 +238,15 @@ class RayEngine:
         except exceptions.RuntimeEnvSetupError as error:
             why = first_sentence(error)
             raise BadInput(f"Ray could not prepare a worker ({why}); use --engine local") from None
+        except exceptions.RayTaskError:  # of our own code
+            raise
+        except exceptions.RayError as error:
+            raise BadInput(f"Ray failed ({first_sentence(error)}); give the same command to resume") from None
         finally:
-            for ref in pending:
-                ray.cancel(ref, force=True)
-            ray.kill(counter)
+            with suppress(Exception):  # Ray's own processes may be dead
+                for ref in pending:
+                    ray.cancel(ref, force=True)
+                ray.kill(counter)
 
 
 Engine = LocalEngine | RayEngine
@@ -374,7 +379,7 @@ def ray_cluster(address: str | None) -> Iterator[None]:
             with environment(RAY_USAGE_STATS_ENABLED="0"):
                 options: dict[str, Any] = own if address is None else {"address": address}
                 ray.init(log_to_driver=False, logging_level="ERROR", **options)
-        except (OSError, OverflowError, RuntimeError, ValueError, ImportError) as error:
+        except Exception as error:  # Ray raises nothing narrower where its processes start too slowly
             ray.shutdown()
             why = first_sentence(error)
             if address is None:

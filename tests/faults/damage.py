@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import gzip
 import json
+import os
 import random
 import shutil
 from collections.abc import Callable
@@ -269,13 +270,20 @@ def damage_file(chance: random.Random, file: Path) -> None:
     """Damage a file by what it holds; rarely remove it, or put something else in its place."""
     if chance.random() < 0.04:
         file.unlink()
-        kind = chance.randrange(4)
+        kind = chance.randrange(7)
         if kind == 0:
             file.mkdir()
         elif kind == 1:
             file.symlink_to(file.name)
         elif kind == 2:
             file.symlink_to("nowhere")
+        elif kind == 3:
+            os.mkfifo(file)
+        elif kind == 4:
+            file.symlink_to("/dev/zero")
+        elif kind == 5:  # sparse: takes no disk space
+            with file.open("wb") as large:
+                large.truncate(10**9)
         return
     damaged = DAMAGE.get(file.suffix, damage_bytes)(chance, file.read_bytes())
     file.unlink()

@@ -30,7 +30,8 @@ from typing import Any
 from faults.targets import TARGETS, Bases, Target
 from moescope import cli
 
-SECONDS = 30  # of CPU time of one case at most
+SECONDS = 10  # of CPU time of one case at most
+WAITING = 120  # seconds of one case at most, whatever else the machine does: it waits for something
 GIGABYTES = 2.0  # of all cases together, beyond what was taken before them
 ALLOCATED = 6 * 2**30  # address space of one case: what asks for more fails, and is a failure of the case
 LONGEST = 401  # characters of the line, its end included
@@ -100,15 +101,18 @@ def limits() -> Iterator[None]:
 
     before = resource.getrlimit(resource.RLIMIT_AS)
     taken = int(Path("/proc/self/statm").read_text().split()[0]) * os.sysconf("SC_PAGE_SIZE")
-    previous = signal.signal(signal.SIGPROF, stop)
+    previous = {number: signal.signal(number, stop) for number in (signal.SIGPROF, signal.SIGALRM)}
     signal.setitimer(signal.ITIMER_PROF, SECONDS)
+    signal.setitimer(signal.ITIMER_REAL, WAITING)
     resource.setrlimit(resource.RLIMIT_AS, (taken + ALLOCATED, before[1]))
     try:
         yield
     finally:
         resource.setrlimit(resource.RLIMIT_AS, before)
         signal.setitimer(signal.ITIMER_PROF, 0)
-        signal.signal(signal.SIGPROF, previous)
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        for number, handler in previous.items():
+            signal.signal(number, handler)
 
 
 def run_command(command: list[str]) -> str | None:
@@ -123,7 +127,7 @@ def run_command(command: list[str]) -> str | None:
     except SystemExit as ended:
         code = ended.code or 0
     except Hang:
-        return f"no end after {SECONDS} s of CPU time"
+        return f"no end after {SECONDS} s of CPU time or {WAITING} s"
     except BaseException:
         return traceback.format_exc(limit=-7)
     finally:

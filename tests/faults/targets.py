@@ -16,10 +16,16 @@ import numpy as np
 import pandas as pd
 import torch
 
-from faults.damage import copy_folder, damage_cells, damage_file
+from faults.damage import VALUES, copy_folder, damage_cells, damage_file
 from lab.tiny_training import TOML
+from moescope.verbs import load_verb
 from routing.tiny_text import save_tokenizer, texts, write_jsonl
 
+# of options: where to write, what takes long because it was asked for, and what needs a network or a cluster
+UNTRIED = {
+    *("out", "apply", "quiet", "overwrite", "controls", "max_new_tokens", "jobs"),
+    *("address", "engine", "revision", "device", "trust_remote_code"),
+}
 STUDY = """
 preset = "nano"
 reference = "top2"
@@ -275,6 +281,31 @@ def tokenizer(chance: random.Random, bases: Bases, folder: Path) -> Words:
     return run_in(folder, "trace", model, *words)
 
 
+def options(chance: random.Random, bases: Bases, folder: Path) -> Words:
+    """One to three hostile values of options of a verb whose input is undamaged."""
+    model, text = bases.folder / "model", ["--text", bases.folder / "text.jsonl", "--max-tokens", "30"]
+    commands: list[Words] = [
+        ["scan", model],
+        ["compare", model, bases.folder / "other"],
+        ["trace", model, *text],
+        ["compress", model, "--method", "reap", "--keep", "2", "--no-judge", *text],
+        ["intervene", model, "--sweep", "experts", *text],
+        ["deploy", bases.folder / "runs" / "trace"],
+    ]
+    words = chance.choice(commands)
+    return run_in(folder, *words, *hostile_options(chance, str(words[0])))
+
+
+def hostile_options(chance: random.Random, verb: str) -> Words:
+    known = [option for option in load_verb(verb).options if not option.positional]
+    known = [option for option in known if option.name not in UNTRIED]
+    words: Words = []
+    for option in chance.sample(known, chance.choice([1, 1, 2, 3])):
+        value = chance.choice([*VALUES, "1", "4", "0,0", "-1-3", "a=b", "9" * 400])
+        words += [option.flag] if option.kind == "flag" else [f"{option.flag}={value}".replace("\0", "")]
+    return words
+
+
 TARGETS = [
     Target("inspect", inspect, "moescope.families:read_moe", 1400, 0.35),
     Target("scan", scan, "moescope.weights.verb:scan_layers", 200, 0.2),
@@ -288,5 +319,6 @@ TARGETS = [
     Target("study", study, "moescope.lab.study_config:study_from", 600, 0.6),
     Target("trace --recorded", recorded, "moescope.execution.recorded:read_trace", 900, 0.85),
     Target("trace --text", text, "moescope.execution.texts:sources", 150, 0.9),
+    Target("options", options, "moescope.verb:check_utf8", 600, 0.4),
     Target("tokenizer", tokenizer, "moescope.execution.models:load_tokenizer", 60, 0.9),
 ]

@@ -21,6 +21,7 @@ def bases(tmp_path_factory) -> Bases:
 def test_undamaged_input_is_accepted(bases, tmp_path, monkeypatch, target):
     for name in ("damage_file", "damage_cells"):
         monkeypatch.setattr(targets, name, lambda chance, file: None)
+    monkeypatch.setattr(targets, "hostile_options", lambda chance, verb: [])
     for seed in range(6 if target.name == "trace --recorded" else 2):
         assert run_case(target, str(seed), bases, tmp_path / "case", Outcome(), Counter()) is None
 
@@ -42,5 +43,5 @@ def test_sixty_damaged_inputs(bases, tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(5))
-def test_five_hundred_damaged_inputs_or_five_thousand(bases, tmp_path, torture, seed):
-    check(seed, 1000 if torture else 100, bases, tmp_path)
+def test_five_hundred_damaged_inputs_or_ten_thousand(bases, tmp_path, torture, seed):
+    check(seed, 2000 if torture else 100, bases, tmp_path)
