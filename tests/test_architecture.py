@@ -99,22 +99,22 @@ NOT_A_ROUTER = {
 # docs/decisions/project.md that says what was deleted elsewhere.
 BUDGETS = {
     "checkpoint": 1204,
-    "comparison": 455,
-    "compression": 2239,
-    "decoder": 1750,
+    "comparison": 458,
+    "compression": 2205,
+    "decoder": 1716,
     "demo": 118,
     "deployment": 1334,
-    "execution": 3345,
+    "execution": 3334,
     "families": 927,
     "geometry": 362,
     "intervention": 1569,
-    "lab": 4366,
+    "lab": 4330,
     "plotting": 942,
-    "reporting": 704,
-    "root": 2055,
-    "routing": 3720,
+    "reporting": 756,
+    "root": 2118,
+    "routing": 3726,
     "spectral": 1244,
-    "weights": 1080,
+    "weights": 1092,
 }
 MOST_OPTIONS = 78  # names of options over all verbs; a new one replaces one
 

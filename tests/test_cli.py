@@ -191,7 +191,14 @@ def test_scan_prints_coverage_findings_and_the_folder(tmp_path):
     lines = shown.stdout.splitlines()
     assert lines[0].startswith("mixtral: 2 MoE layers of 2 expected, 4 experts per layer")
     assert lines[-2:] == ["run: run", "report: run/report.html"]
-    assert all(line.startswith("- ") for line in lines[1:-2])
+    assert lines[1].startswith("Routers ")  # the verdict
+    assert 3 <= sum(line.startswith("  ") for line in lines) <= 5  # key numbers
+    assert 1 <= sum(line.startswith("- ") for line in lines) <= 5
+    assert max(map(len, lines)) <= 120
+    facts = json.loads(moescope("scan", model, "--out", "run", "--json", cwd=tmp_path).stdout)
+    every = moescope("scan", model, "--out", "run", "--verbose", cwd=tmp_path).stdout.splitlines()
+    assert facts["verdict"] in every
+    assert [line[2:] for line in every if line.startswith("- ")] == facts["findings"]
     assert "Traceback" not in shown.stderr
     assert (tmp_path / "run" / "alignment.parquet").exists()
 

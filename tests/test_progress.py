@@ -72,9 +72,19 @@ def test_lines_are_apart_and_say_how_long_it_takes(monkeypatch, capsys):
                 now += 0.9  # 9 s per layer
                 advance(f"layer {layer}")
     assert capsys.readouterr().err.splitlines() == [
-        "layer 0: 20 of 40 experts, 10 s elapsed, about 20 s left",  # known when the next layer has a result
+        "layer 0: 20 of 40 experts, 10 s elapsed, about 18 s left",  # known when the next layer has a result
         "layer 1: 30 of 40 experts, 19 s elapsed, about 9 s left",
         "layer 2: 40 of 40 experts, 27 s elapsed, about 1 s left",
+    ]
+    with progress(50, 0, "experts", quiet=False) as advance:
+        for seconds, layer in ((60, 0), (3, 1), (3, 2), (3, 3), (3, 4)):  # the first group is slow
+            now += seconds
+            advance(f"layer {layer}", 10)
+    assert capsys.readouterr().err.splitlines() == [  # no time left before three groups
+        "layer 0: 10 of 50 experts, 63 s elapsed",
+        "layer 1: 20 of 50 experts, 66 s elapsed",
+        "layer 2: 30 of 50 experts, 69 s elapsed, about 6 s left",
+        "layer 3: 40 of 50 experts, 72 s elapsed, about 3 s left",
     ]
     with progress(None, 0, "tokens", quiet=False) as advance:
         for model in range(100):

@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import _thread
 import inspect
+import itertools
 import json
 import os
+import re
 import shlex
+import shutil
 import signal
 import sys
+import textwrap
 import threading
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -20,10 +24,11 @@ from typer.core import TyperCommand, TyperGroup
 
 from moescope.errors import BadInput, printable, shortened
 from moescope.storage import REPORT
-from moescope.verb import Option, Verb, summary_of
+from moescope.verb import KeyNumber, Option, Verb, summary_of
 from moescope.verbs import VERBS, load_verb
 
 MORE = "More"
+NUMBERS, FINDINGS = 5, 5  # that the terminal shows; --verbose shows all
 RETIRED = {  # (verb, removed option) -> what to do instead; of any verb where it is empty
     ("", "--anonymous"): "moescope report RUN --anonymous leaves absolute paths out of a page to pass on",
     ("compress", "--adaptive"): "all layers keep as many experts, since a config has one number",
@@ -73,6 +78,7 @@ def command_of(verb: Verb) -> TyperCommand:
     flags: tuple[tuple[Any, str, str, str, str | None], ...] = (
         (verb.dry_run, "dry_run", "--dry-run", "Print what would be done and what it takes, and stop.", None),
         (True, "as_json", "--json", "Print the result as JSON.", None),
+        (verb.returns_run, "verbose", "--verbose", "Print all findings, unshortened.", None),
         (True, "debug", "--debug", "Also print an error's traceback.", MORE),
         (verb.returns_run, "no_report", "--no-report", "Do not write report.html.", MORE),
     )
@@ -113,7 +119,7 @@ def named(name: str, info: Any, kind: Any = bool, default: Any = False) -> inspe
 def execute(verb: Verb, values: dict[str, Any], debug: bool = False) -> None:
     """Call the verb's function with the options as given, write the run's report, print what came of it."""
     as_json, dry_run = values.pop("as_json", False), values.pop("dry_run", False)
-    with_report = not values.pop("no_report", True)
+    with_report, verbose = not values.pop("no_report", True), values.pop("verbose", False)
     arguments: list[Any] = []
     for option in verb.options:
         if option.kind == "flag" and option.default:
@@ -142,7 +148,7 @@ def execute(verb: Verb, values: dict[str, Any], debug: bool = False) -> None:
     if as_json and not dry_run and not hasattr(made, "verb"):
         positional = {option.name: arguments for option in verb.options if option.positional}
         made = verb.json_facts(made, {**positional, **values})
-    show(verb.dry_run_lines if dry_run else verb.lines, made, as_json, values.get("quiet", False))
+    show(verb.dry_run_lines if dry_run else verb.lines, made, as_json, values.get("quiet", False), verbose)
 
 
 def write_report(run: Any, debug: bool) -> None:
@@ -159,17 +165,25 @@ def write_report(run: Any, debug: bool) -> None:
         typer.echo(shortened(printable(f"warning: the run is done, but it has no report: {what}")), err=True)
 
 
-def show(lines: Callable[[Any], list[str]] | None, made: Any, as_json: bool, quiet: bool) -> None:
-    """Print what a verb returned: a run's summary, with `lines` in its own words, or another value."""
+def show(
+    lines: Callable[[Any], list[str]] | None, made: Any, as_json: bool, quiet: bool, verbose: bool
+) -> None:
+    """Print what a verb returned: a run's summary on one screen, or all of it, or another value."""
     is_run = hasattr(made, "verb")
     if as_json:
         facts = summary_facts(made) if is_run else made
         typer.echo(json.dumps(facts, indent=2, ensure_ascii=False, default=str))
     elif not quiet:
-        shown = lines(made) if lines else run_lines(made)
+        shown = run_lines(made, verbose) if is_run else lines(made) if lines else [str(made)]
         typer.echo("\n".join([*shown, *(place_lines(made.path) if is_run else [])]))
-        for warning in [] if lines else made.info.get("warnings", []):
-            typer.echo(f"warning: {warning}", err=True)
+        for part in parts_of(made) if is_run else []:
+            for warning in part.info.get("warnings", []):
+                typer.echo(f"warning: {warning}", err=True)
+
+
+def parts_of(run: Any) -> list[Any]:
+    """Return a run and those inside it that its page shows."""
+    return [run, *(run.parts[name] for name in run.verb.parts if name in run.parts)]
 
 
 def summary_facts(run: Any) -> dict[str, Any]:
@@ -181,6 +195,7 @@ def summary_facts(run: Any) -> dict[str, Any]:
         "status": run.info["status"],
         "checkpoints": run.info.get("checkpoints", []),
         "coverage": summary.coverage,
+        "verdict": summary.verdict,
         "key_numbers": [vars(number) for number in summary.key_numbers],
         "findings": summary.findings,
         **summary.details,
@@ -192,14 +207,58 @@ def summary_facts(run: Any) -> dict[str, Any]:
     }
 
 
-def run_lines(run: Any) -> list[str]:
-    """Return a run's summary for a person."""
-    summary, lines = run.verb.summary(run), []
-    if run.info.get("process") != os.getpid():
+def run_lines(run: Any, verbose: bool) -> list[str]:
+    """Return a run's summary for a person: verdicts, key numbers and findings of it and of runs inside it.
+
+    On one screen: at most five numbers and five findings, of one line each; or everything.
+    """
+    summaries, lines = [part.verb.summary(part) for part in parts_of(run)], []
+    width = max(60, min(shutil.get_terminal_size((100, 24)).columns, 120))
+    if run.info.get("process", os.getpid()) != os.getpid():
         lines.append(f"already complete, reusing {run.path} (use --overwrite to recompute)")
     elif resumed := run.info.get("tasks_resumed"):
         lines.append(f"resumed: {resumed} finished {'task' if resumed == 1 else 'tasks'} kept")
-    return [*lines, *dict.fromkeys(summary.coverage), *(f"- {finding}" for finding in summary.findings)]
+    if verbose:
+        for summary in summaries:
+            lines += [*dict.fromkeys(summary.coverage), summary.verdict]
+            lines += map(number_line, summary.key_numbers)
+            lines += [*(f"- {finding}" for finding in summary.findings), *summary.passages]
+        return [line for line in lines if line]
+    lines += [one_line(words, width) for words in summaries[0].coverage[:1]]
+    verdicts = [line for summary in summaries for line in textwrap.wrap(summary.verdict, width)]
+    numbers = in_turn([summary.key_numbers for summary in summaries])
+    once = list({key.name: key for key in reversed(numbers)}.values())[::-1]
+    findings = in_turn([summary.findings for summary in summaries])
+    some = [f"- {one_line(finding, width - 2)}" for finding in findings[:FINDINGS]]
+    more = len(findings) - len(some)
+    rest = [f"{more} more: --verbose, or the report"] if more > 0 else []
+    text = [line for summary in summaries for line in summary.passages]
+    shown = [one_line(number_line(key), width) for key in once[:NUMBERS]]
+    return [*lines, *verdicts, *shown, *some, *rest, *text]
+
+
+def in_turn(lists: Sequence[Sequence[Any]]) -> list[Any]:
+    """Return the first of every list, then the second of every list, and so on."""
+    return [item for turn in itertools.zip_longest(*lists) for item in turn if item is not None]
+
+
+def number_line(key: KeyNumber) -> str:
+    """Return a key number with its chance level in one line."""
+    from moescope.plotting.style import number
+
+    level = "" if key.chance is None else f"{key.reference} {number(key.chance)}"
+    words = "; ".join(filter(None, (level, key.word)))
+    return f"  {key.name}: {number(key.value)} {key.unit}".rstrip() + (f" ({words})" if words else "")
+
+
+def one_line(text: str, width: int) -> str:
+    """Return the text, shortened to a line at the end of a clause outside brackets."""
+    if len(text) <= width:
+        return text
+    ends = [match.start() for match in re.finditer(r"(?<=[.,;)\]]) |(?<=\w) (?=[(\[])", text[: width - 1])]
+    whole = [end for end in ends if all(text[:end].count(a) == text[:end].count(b) for a, b in ("()", "[]"))]
+    end = whole[-1] if whole and whole[-1] > width // 3 else text.rfind(" ", 0, width - 1)
+    return f"{text[:end].rstrip(' ,;')} …"
 
 
 def place_lines(folder: Path) -> list[str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import statistics
 import sys
 import threading
 import time
@@ -10,6 +11,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 MINUTE = 60.0  # seconds after which a line is printed, whatever happens
+BURST = 0.1  # seconds: what is reported together is one group
+GROUPS = 3  # of work, before a time left is shown
 SPACING = 2.0  # least seconds between the lines of two labels
 
 
@@ -43,13 +46,39 @@ def progress(
 
     columns = (
         *("{task.description}", rich.BarColumn(), rich.MofNCompleteColumn(), what),
-        *(rich.TimeElapsedColumn(), "elapsed,", rich.TimeRemainingColumn(), "left"),
+        *(rich.TimeElapsedColumn(), "elapsed{task.fields[left]}"),
     )
     with rich.Progress(*columns, console=Console(stderr=True), transient=True) as bar:
-        task = bar.add_task("starting", total=total, completed=done)
-        yield lambda label, amount=1, total=None: bar.update(
-            task, total=total, advance=amount, description=label
-        )
+        task, pace = bar.add_task("starting", total=total, completed=done, left=""), Pace()
+
+        def advance(label: str, amount: int = 1, total: int | None = None) -> None:
+            pace.add(amount)
+            of = bar.tasks[0]
+            left = pace.left((total or of.total or 0) - of.completed - amount)
+            bar.update(task, total=total, advance=amount, description=label, left=left)
+
+        yield advance
+
+
+class Pace:
+    """How long a unit of work takes: the median over groups, as the first ones are slow."""
+
+    def __init__(self) -> None:
+        self.last, self.amount = time.monotonic(), 0
+        self.seconds: list[float] = []  # per unit, of each group
+
+    def add(self, amount: int) -> None:
+        now = time.monotonic()
+        self.amount += amount
+        if self.amount and now - self.last >= BURST:
+            self.seconds.append((now - self.last) / self.amount)
+            self.last, self.amount = now, 0
+
+    def left(self, units: float) -> str:
+        """Return the time left in words; nothing before three groups, or where the total is unknown."""
+        if len(self.seconds) < GROUPS or units < 0:
+            return ""
+        return f", about {duration(statistics.median(self.seconds) * units)} left"
 
 
 class ProgressLines:
@@ -58,7 +87,7 @@ class ProgressLines:
     def __init__(self, total: int | None, done: int, what: str, line_per_label: bool):
         self.total, self.first, self.done, self.what = total, done, done, what
         self.line_per_label = line_per_label
-        self.label = "starting"
+        self.label, self.pace = "starting", Pace()
         self.began = self.printed = time.monotonic()
         self.lock = threading.Lock()
 
@@ -68,6 +97,7 @@ class ProgressLines:
             self.end_label()
         self.label = label
         self.done += amount
+        self.pace.add(amount)
 
     def end_label(self) -> None:
         """Print a line for the label that is done, unless one was printed just now."""
@@ -83,12 +113,11 @@ class ProgressLines:
     def print_line(self) -> None:
         with self.lock:
             self.printed = time.monotonic()
-            elapsed, gained = self.printed - self.began, self.done - self.first
-            of = f" of {self.total:,}" if self.total else ""
-            left = ""
-            if self.total and gained:
-                left = f", about {duration(elapsed * (self.total - self.done) / gained)} left"
-            line = f"{self.label}: {self.done:,}{of} {self.what}, {duration(elapsed)} elapsed{left}"
+            of, left = (
+                (f" of {self.total:,}", self.pace.left(self.total - self.done)) if self.total else ("", "")
+            )
+            elapsed = duration(self.printed - self.began)
+            line = f"{self.label}: {self.done:,}{of} {self.what}, {elapsed} elapsed{left}"
             print(line, file=sys.stderr, flush=True)
 
 

@@ -265,8 +265,12 @@ class Summary:
     sections: list[Section] = field(default_factory=list)  # tables below the findings, on the page only
     notices: list[str] = field(default_factory=list)  # what a reader must know before passing the page on
     details: dict[str, Any] = field(default_factory=dict)  # more for --json
-    # view -> key numbers and findings, of views that differ from the one above
-    views: dict[str, tuple[list[KeyNumber], list[str]]] = field(default_factory=dict)
+    verdict: str = ""  # one sentence that answers the verb's question
+    passages: list[str] = field(default_factory=list)  # of text, printed in full
+    lead: Sequence[Section] = ()  # the picture that leads the overview; none: the map does
+    view: str = ""  # of the page, that all this is about; "" where there is one
+    views: dict[str, Summary] = field(default_factory=dict)  # of the other views
+    domains: dict[str, Summary] = field(default_factory=dict)  # of one domain of the text
 
 
 @dataclass(frozen=True)

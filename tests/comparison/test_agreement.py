@@ -79,7 +79,9 @@ def test_comparing_two_traces_gives_layers_first_divergences_and_a_report(tmp_pa
     assert "<title>a and b" in html
     assert "Agreement of two traces per layer" in page_text(html)
     assert run.figure("agreement_divergence").data
-    (overlap,) = run.verb.summary(run).key_numbers
+    equal, overlap, alike = run.verb.summary(run).key_numbers
+    assert equal.value == rows["equal_sets"].min()
+    assert alike.value == rows["same_so_far"].iloc[-1]
     worst = rows.loc[rows["overlap"].idxmin()]
     assert (overlap.value, overlap.chance) == (worst["overlap"], worst["overlap_chance"])
     so_far = [equal_LT[: layer + 1].all(0).mean() for layer in range(3)]

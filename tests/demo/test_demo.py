@@ -117,10 +117,13 @@ def test_the_demo_command_prints_training_weights_text_and_the_report(shown):
     run, printed = shown
     assert f"report: {run.path / 'report.html'}" in printed
     assert (run.path / "report.html").stat().st_size > 1_000_000
+    lines = printed.splitlines()
+    said = " ".join(lines)
     for part in (run, *run.parts.values()):
-        findings = part.verb.summary(part).findings
-        assert findings
-        assert all(finding in printed for finding in findings)
+        assert part.verb.summary(part).verdict in said
+    shown_lines = lines[lines.index(next(line for line in lines if line.startswith("top2 router"))) :]
+    assert len(shown_lines) <= 24
+    assert max(map(len, shown_lines)) <= 120
 
 
 def test_the_report_has_training_weights_routing_and_text_in_one_page(shown):
@@ -189,7 +192,7 @@ def test_the_same_demo_again_computes_nothing_and_says_the_same_as_json(shown, m
     assert set(facts["parts"]) == {"scan", "trace"}
     for part in (facts, *facts["parts"].values()):
         assert part["findings"]
-        assert all(finding in printed for finding in part["findings"])
+        assert part["verdict"] in " ".join(printed.splitlines())
 
 
 def test_a_long_text_is_cut_after_a_whole_line():
@@ -204,7 +207,7 @@ def test_a_long_text_is_cut_after_a_whole_line():
 
 
 def test_a_scan_finds_what_was_planted(planted_run):
-    assert any("2 and 5 of layer 3" in line for line in planted_run.verb.summary(planted_run).findings)
+    assert any("L3 E2 and E5" in line for line in planted_run.verb.summary(planted_run).findings)
     tests = planted_run.table("alignment_tests").query("router == 'raw'").set_index("layer")["verdict"]
     assert tests.to_dict() == {
         0: "chance", 1: "identifying", 2: "identifying", 3: "non_random", 4: "permuted",

@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 import moescope
 from checkpoints import tiny_checkpoint
 from deployment.deployment_runs import write_trace
-from deployment.plain_caches import random_tokens, replay_lru
+from deployment.plain_caches import random_tokens, replay_belady, replay_lru
 from moescope.cli import app
 from moescope.deployment.tokens import read_tokens
 from moescope.errors import BadInput
@@ -102,6 +102,23 @@ def test_loads_at_chance_are_those_of_the_chance_hit_rate(served):
     assert each["loads_chance"].tolist() == pytest.approx(2 * (1 - each["chance"]))  # two experts per token
     assert rows["bytes_chance"].tolist() == pytest.approx(10 * rows["loads_chance"])
     assert rows["ms_chance"].tolist() == pytest.approx(rows["bytes_chance"] / 1e6)
+
+
+def test_the_verdict_names_the_slots_that_hold_80_90_and_95_percent_of_the_choices(served, trace):
+    text = served.verb.summary(served).verdict
+    sequences = sequences_of(trace)
+    rates = {
+        replay: [np.mean([hit for each in sequences for hit in replay(each, slots)]) for slots in range(2, 9)]
+        for replay in (replay_lru, replay_belady)
+    }
+    lru, best = (
+        [2 + int(np.flatnonzero(np.array(rate) >= share)[0]) for share in (0.8, 0.9, 0.95)]
+        for rate in rates.values()
+    )
+    assert text.startswith(f"{lru[0]}, {lru[1]} and {lru[2]} of 8 experts per layer")
+    assert f"best possible: {best[0]}, {best[1]} and {best[2]})" in text
+    assert best < lru
+    assert text.endswith("gives a cache nothing to gain.")  # the trace is random routing
 
 
 def test_the_key_number_of_coverage_counts_the_experts_that_have_too_little(served, trace):

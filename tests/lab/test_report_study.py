@@ -148,7 +148,7 @@ def test_a_study_that_is_not_done_warns_of_stopping_where_it_looks_best(run: Run
 def test_every_question_has_a_section_then_course_balance_and_cost(run: Run):
     found = sections(run)
     questions = ["question-main", "question-ablation", "question-sweep", "question-scaling"]
-    assert [section.anchor for section in found] == ["overview", *questions, "curves", "balance", "cost"]
+    assert [section.anchor for section in found] == [*questions, "curves", "balance", "cost"]
     figures = {section.anchor: [spec.name for spec, _ in section.figures] for section in found}
     assert figures["question-main"] == ["differences", "noise_and_spread", "difference_by_domain"]
     assert figures["question-sweep"] == ["differences", "by_value"]

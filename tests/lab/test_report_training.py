@@ -67,11 +67,11 @@ def test_load_that_cannot_be_uneven_is_not_called_least_even_anywhere(
 
 def test_every_section_is_drawn_and_the_page_holds_scan_and_trace_too(run: Run):
     found = sections(run, Selection())
-    assert [section.anchor for section in found] == ["overview", "losses", "load", "routers", "speed"]
+    assert [section.anchor for section in found] == ["losses", "load", "routers", "speed"]
     assert all(section.figures for section in found)
     assert set(run.parts) == {"scan", "trace"}
     page = page_content([run])
-    assert page["title"] == f"{run.name}: training with top2"
+    assert page["title"] == f"mixtral, 2 layers × 4 experts, top 2: {run.name}, trained with top2"
 
 
 def test_the_command_makes_the_run_again(run: Run):

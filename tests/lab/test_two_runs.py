@@ -33,11 +33,14 @@ def test_key_numbers_stand_side_by_side(page, two, trained_run: Run):
     losses = [
         run.table("evaluations").query("domain == ''")["loss"].iloc[-1] for run in (trained_run, two[1])
     ]
-    values = page.locator(".card", has_text="Validation loss").locator(".value")
-    expect(values).to_have_text([f"{loss:.3g}" for loss in losses])
-    boxes = [value.bounding_box() for value in values.all()]
-    assert boxes[0]["y"] == boxes[1]["y"]
-    assert boxes[0]["x"] < boxes[1]["x"]
+    row = page.locator(".dumbbells tr", has_text="Validation loss")
+    expect(row).to_be_in_viewport(ratio=1)
+    cells = row.locator("td").all_inner_texts()[1:]
+    assert cells[:2] == [f"{loss:.3g}" for loss in losses]
+    assert float(cells[2].replace("−", "-")) == pytest.approx(losses[1] - losses[0], rel=0.01)
+    dots, low, high = row.locator(".dot"), *sorted(losses)
+    places = [dot.bounding_box()["x"] for dot in dots.all()]
+    assert (places[0] < places[1]) == (losses[0] == low != high)
 
 
 def test_the_first_screen_says_which_loss_is_lower_and_claims_nothing_from_one_seed(page, two, trained_run):
@@ -46,10 +49,9 @@ def test_the_first_screen_says_which_loss_is_lower_and_claims_nothing_from_one_s
         for run in (trained_run, two[1])
     }
     low, high = sorted(losses, key=losses.get)
-    first = page.locator(".findings-box li").first
+    first = page.locator(".verdicts p")
     expect(first).to_be_in_viewport(ratio=1)
-    expect(first).to_contain_text(f"lowest in {low}, {losses[low]:.3g}")
-    expect(first).to_contain_text(f"{high} is {losses[high] - losses[low]:.3g} higher")
+    expect(first).to_contain_text(f"{losses[low]:.3g} ({low}) vs {losses[high]:.3g} ({high})")
     expect(first).to_contain_text("no claim")
     expect(page.locator(".findings-box > ol > li")).to_have_count(5)
     figure = page.locator("#tab-overview .figure-slot[data-figure=loss_by_run]")
@@ -75,11 +77,11 @@ def test_what_both_runs_say_is_said_once_with_both_names(page, two, trained_run:
 def test_a_comparison_is_switched_off_by_a_link_that_keeps_it_off(page):
     page.locator("#top select[data-state=vs]").select_option("none")
     expect(page.locator(".card .value").first).not_to_have_text("")
-    expect(page.locator(".card .run-tag")).to_have_count(0)
+    expect(page.locator(".dumbbells")).to_have_count(0)
     page.reload()
     expect(page.locator("#top select[data-state=vs]")).to_have_value("none")
     expect(page.locator(".card").first).to_be_visible()
-    expect(page.locator(".card .run-tag")).to_have_count(0)
+    expect(page.locator(".dumbbells")).to_have_count(0)
 
 
 def test_losses_share_one_axis(page, two):
@@ -158,10 +160,19 @@ def test_another_run_is_selected_with_its_parts(page, two):
     assert runs == [1, 1, 1]
 
 
-def test_two_runs_need_no_scrolling_and_a_tab_shows_the_findings_beyond_five(page, two):
-    expect(page.locator("canvas")).to_be_visible()
-    expect(page.locator("#tab-overview .plot.drawn")).to_be_visible()
-    assert page.evaluate(LOWEST) <= 860  # some fonts are higher
+def test_both_losses_their_difference_and_loads_lead_and_a_tab_shows_the_findings_beyond_five(page, two):
+    figures = page.locator("#tab-overview .figure-slot")
+    assert [slot.get_attribute("data-figure") for slot in figures.all()] == [
+        "loss_by_run",
+        "loss_gap",
+        "load_by_run",
+    ]
+    gap = "plot => Array.from(plot.data.find((line) => line.name?.includes(' minus ')).y).at(-1)"
+    drawn = bring(page, "loss_gap").locator(".plot").evaluate(gap)
+    by_run = bring(page, "loss_by_run").locator(".plot")
+    ends = dict(by_run.evaluate("plot => plot.data.map((line) => [line.name, Array.from(line.y).at(-1)])"))
+    first, second = page.evaluate("M.data.roots")
+    assert drawn == pytest.approx(ends[second] - ends[first], abs=2e-5)
     assert page.locator("details.warnings[open], details.notice[open]").count() == 0
     page.locator("#tabs a[data-tab=routing]").click()
     more = page.locator("#tab-routing details.tab-findings")

@@ -59,7 +59,9 @@ def test_the_keyboard_reaches_tabs_map_and_drawer(opened):
 def test_key_numbers_and_findings_are_of_the_selected_view(opened, planted_run):
     page = opened("scan")
     page.locator("#top select[data-state=scan]").select_option("gate, centered router")
-    keys, findings = planted_run.verb.summary(planted_run).views["gate, centered router"]
+    centered = planted_run.verb.summary(planted_run).views["gate, centered router"]
+    keys, findings = centered.key_numbers, centered.findings
+    expect(page.locator(".verdicts p")).to_have_text(centered.verdict)
     card = page.locator(".card", has_text=keys[1].name)
     expect(card.locator(".value")).to_contain_text(f"{keys[1].value:.3g}")
     expect(page.locator(".findings-box li").first).to_have_text(str(findings[0]))
@@ -260,10 +262,34 @@ def test_the_drawer_leaves_the_selected_cell_visible(opened, planted_run, width,
     )
 
 
-def test_a_tab_without_data_names_the_command_that_fills_it(opened):
+def test_what_a_report_lacks_is_added_by_commands_filled_in_from_its_run(opened, planted_run):
     page = opened("scan", "#/routing")
-    expect(page.locator("#tab-routing .command")).to_contain_text("moescope trace")
-    expect(page.locator("#tabs a[data-tab=routing]")).to_have_class("empty")
+    expect(page.locator("#tab-overview .card").first).to_be_visible()  # a link to a tab that is not there
+    expect(page.locator("#tabs a[data-tab=routing]")).to_have_count(0)
+    page.locator("#tabs .add > summary").click()
+    model = planted_run.info["checkpoints"][0]["path"]
+    commands = page.locator("#tabs .add .command")
+    expect(commands.first).to_have_text(f"moescope trace {model} --text FILE --save-tokens")
+    expect(commands.filter(has_text="intervene")).to_have_text(
+        f"moescope intervene {model} --sweep experts --text FILE"
+    )
+    expect(page.locator("#tabs .add p")).to_contain_text(f"moescope report {planted_run.path} NEW_RUN")
+
+
+def test_the_experts_tab_opens_on_an_expert_of_a_finding_and_says_why(opened, traced_run):
+    page = opened("trace", "#/experts")
+    why = page.locator("#tab-experts .why")
+    expect(why).to_contain_text("Shown first: ")
+    summary = traced_run.verb.summary(traced_run)
+    said = why.inner_text().removeprefix("Shown first: ")
+    places = {str(text): text.place for text in summary.findings if hasattr(text, "place")}
+    place = places.get(said)
+    if place:  # else the map's most extreme expert
+        expect(page.locator("#tab-experts h2").first).to_have_text(f"L{place['layer']} · E{place['expert']}")
+    names = page.locator("#tab-experts h2").first.inner_text().split(" · ")
+    layer, expert = (int(name[1:]) for name in names)
+    load = traced_run.table("load_totals").set_index(["step", "layer", "expert"])
+    assert load.loc[(200, layer, expert), "tokens"].min() > 0
 
 
 @pytest.fixture

@@ -20,7 +20,7 @@ ARRIVED = """() => {
   const panel = document.getElementById(`tab-${state.tab}`);
   const visible = (selector) => [...panel.querySelectorAll(selector)].some((item) => item.offsetParent);
   const lacks = [];
-  if (!panel || panel.hidden || panel.querySelector('.empty-tab')) return ['tab ' + state.tab];
+  if (!panel || panel.hidden) return ['tab ' + state.tab];
   if (state.figure && !visible(`[data-figure="${state.figure}"]`)) lacks.push('figure ' + state.figure);
   if (state.section && !visible(`[data-section="${state.section}"]`)) lacks.push('section ' + state.section);
   if (state.layer !== undefined && !M.data.layers.includes(state.layer)) lacks.push('layer ' + state.layer);

@@ -57,7 +57,7 @@ def test_each_domain_names_its_experts_beyond_corrected_chance_strongest_domain_
         ("prose", 5, 5, 90, 0.4, True),
     ]
     (found,) = domain_findings(planted(view, rows, {"news": 30, "code": 30, "prose": 30}))
-    assert "prose 1.8 (layer 0, expert 7), code 1.57 (layer 5, expert 5) (mean domain: 1" in found
+    assert "prose 1.8 (L0 E7), code 1.57 (L5 E5)" in found
     assert "3 of 4" in found
     assert "news" not in found
     assert found.place == {

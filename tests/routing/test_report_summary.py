@@ -12,8 +12,7 @@ import pytest
 
 from moescope import cli
 from moescope.reporting.verb import report
-from moescope.routing.report import summary, trace_findings
-from moescope.routing.report_views import load_trace
+from moescope.routing.report import summary
 from report_payloads import page_data
 
 
@@ -32,7 +31,7 @@ def test_terminal_json_and_report_say_the_same(traced_run, tmp_path, capsys):
 
 
 def test_over_steps_the_load_and_what_was_kept_are_told_first_with_their_chance_levels(traced_run):
-    load, kept, *_ = trace_findings(load_trace(traced_run))
+    load, kept, *_ = summary(traced_run).findings
     rows = traced_run.table("routing_layers").query("metric == 'cv' and domain == '' and phase == 'prefill'")
     means = rows.groupby("step")["value"].mean()
     told = re.fullmatch(

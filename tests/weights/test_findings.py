@@ -1,6 +1,7 @@
 """The planted truth, found in words; and nothing found where nothing was planted."""
 
 import re
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -45,7 +46,7 @@ def test_each_planted_fact_is_found(raw):
     }
     text = "\n".join(words.findings(raw))
     assert "identified at small k only in layer 2; layer 2: up to k = 16, at k = 128" in text
-    assert "2 and 5 of layer 3" in text
+    assert "L3 E2 and E5" in text
     assert "Layer 4: router rows and experts fit one to one, but not in the stored order" in text
     assert "router row 0 fits expert 3" in text
     assert "router row 7 fits expert 2" in text
@@ -73,6 +74,22 @@ def test_the_collapsed_pair_is_the_only_one(raw):
     (pair,) = words.collapsed_pairs(raw)
     assert (pair["layer"], pair["expert_a"], pair["expert_b"]) == (3, 2, 5)
     assert abs(pair["cosine"]) > 0.95
+    assert pair["least"] > 0.9
+
+
+def test_a_pair_that_shares_one_direction_only_is_not_called_collapsed(raw):
+    similarity = raw.tables["similarity"]
+    pair = (similarity["layer"] == 3) & (similarity["expert_a"] == 2) & (similarity["expert_b"] == 5)
+    apart = similarity.assign(overlap=similarity["overlap"].mask(pair & (similarity["k"] == 8), 0.37))
+    view = replace(raw, tables={**raw.tables, "similarity": apart})
+    assert words.collapsed_pairs(view) == []
+    text = words.redundancy_finding(view)
+    assert text.startswith(
+        "Collapsed experts: none; sharing only the leading direction: 1 pair, most L3 E2 and E5"
+    )
+    assert "overlap from 0.37" in text
+    numbers = {key.name: key.value for key in words.numbers_of(view)}
+    assert numbers["Collapsed expert pairs"] == 0
 
 
 def test_layers_at_chance_are_not_ranked_by_ambiguity_and_the_absolute_score_leads(raw):
@@ -215,16 +232,12 @@ def test_avoidance_is_said_with_its_own_p_and_only_beyond_chance_over_all_layers
 def test_the_verdicts_say_how_many_chance_gives(raw, tmp_path):
     """5 % by the mean alignment, and 1 % by another order where that can be found: with six experts at the
     four ks of d = 16 that are not degenerate, not with four experts."""
-    assert (
-        "4 of 5 layers above chance (one or more by chance: probability at most 0.06)"
-        in words.verdict_sentence(raw)
-    )
+    sentence = words.verdict(raw)
+    assert "in 4 of 5 layers, one-to-one in layers 1 and 2 (any by chance: p ≤ 0.06)" in sentence
+    assert "another order in layer 4" in sentence
     for experts, level in ((4, "0.05"), (6, "0.06")):
         view = scanned(tmp_path / str(experts), tiny_tensors(experts=experts), experts=experts)
-        assert (
-            f"of 2 layers above chance (one or more by chance: probability at most {level})"
-            in words.verdict_sentence(view)
-        )
+        assert number(words.numbers_of(view)[0].chance) == level
 
 
 def test_three_experts_are_said_to_be_too_few_and_nothing_else(tmp_path):
@@ -246,7 +259,8 @@ def test_other_matrices_of_a_run_speak_for_themselves(tmp_path):
     path = write_checkpoint(tmp_path / "model", tensors, tiny_config(layers=1, experts=4))
     sentences = summary(scan(path, out=tmp_path / "run", matrix="gate,down", quiet=True)).findings
     assert any(
-        text.startswith("Down matrices: collapsed experts") and "1 and 3 of layer 0 (1)" in text
+        text.startswith("Down matrices: collapsed experts")
+        and "L0 E1 and E3 (|cos| 1, overlap from 1)" in text
         for text in sentences
     )
 

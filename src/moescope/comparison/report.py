@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
+from typing import cast
 
 import numpy as np
 import pandas as pd
 
 from moescope.comparison.figures import AGREED, DISTANCES, DRIFT
 from moescope.comparison.tables import AGREEMENT, TABLES, UNRELATED_L2
+from moescope.plotting.marks import Lines, Mark
 from moescope.plotting.style import counted, number
-from moescope.reporting.findings import Number, Said, key_numbers, say_all
+from moescope.reporting.findings import Number, Said, key_numbers, say_all, verdict_of
 from moescope.reporting.joint import series_of_runs
 from moescope.reporting.pack import plain
 from moescope.reporting.untrusted import plot_words
@@ -29,16 +32,27 @@ MATCHED = "matrix == '' and matched and not series.str.endswith('_held_out')"
 HELD_OUT = "matrix == 'down' and series.str.endswith('_held_out')"
 FURTHEST = "relative_l2 == relative_l2.max()"
 COMPARED = "tokens > 0"
+MOVED = cast(Mark, replace(cast(Lines, DISTANCES[0]), y="relative_l2_mean"))
 # fmt: off
 NUMBERS = [
     Number("geometry_series", "relative_l2", where=STORED, name="Mean relative L2 of experts"),
     Number("geometry_series", "sv_alignment", where=STORED, name="Mean SV alignment R"),
     Number("geometry_series", "cosine_median", where=ROUTER, name="Median cosine of router rows"),
     Number("expert_changes", "relative_l2", only="changed", name="Experts that changed", of="experts"),
+    Number("agreement", "equal_sets", where=COMPARED, name="Tokens with the same experts, worst layer"),
     Number("agreement", "overlap", where=COMPARED, name="Overlap of experts, worst layer"),
+    Number("agreement", "same_so_far", where=COMPARED, pick="last", name="Same experts in all layers"),
 ]
 DISTANCE = "mean relative L2 {value}, layers {l2_least} to {l2_most}"
 DIRECTIONS = "mean R {value}, layers {sv_least} to {sv_most}"
+VERDICT = [
+    Said("geometry_series", "relative_l2", where=f"{STORED} and relative_l2 > 0.9 * l2_chance", text="The experts of A and B are unrelated in their stored order: distance {value} ({chance}).", figure="expert_distance"),
+    Said("geometry_series", "relative_l2", where=f"{STORED} and 0 < relative_l2 <= 0.9 * l2_chance", text="Experts moved {percent} of their norm (unrelated: 141 %).", figure="expert_distance"),
+    Said("expert_changes", "relative_l2", only="changed", text="Most: {place}, {percent}.", figure="drift_heatmap"),
+    Said("geometry_series", "relative_l2", where=f"{ROUTER} and 0 < relative_l2 <= 0.9 * l2_chance", text="Router rows moved {percent}.", figure="drift_heatmap"),
+    Said("agreement", "same_so_far", where=COMPARED, pick="last", text="{percent} of tokens are routed alike in all layers.", figure="agreement_layers"),
+    Said("agreement", "equal_sets", where=COMPARED, text="Least in {place}: {percent} ({chance_percent}).", figure="agreement_layers"),
+]
 FINDINGS = [
     Said("geometry_series", "pairs", where=f"{STORED} and pairs == 0", text="Expert distance, {series}: none, all matrices are zero in one checkpoint."),
     *(said for name, where, chance in (("{series}", STORED, "unrelated experts"), ("{series}, neurons matched", MATCHED, "matched rotated experts"), ("{series}, down (held out from the matching)", HELD_OUT, "matched rotated experts"))
@@ -79,14 +93,21 @@ def summary(run: Run) -> Summary:
     numbers = key_numbers(NUMBERS, tables, schema)
     if "agreement" in tables:
         coverage = [f"{item['role'].upper()}: {item['path']}, a trace" for item in run.info["runs"]]
-        return Summary(coverage, say_all(FINDINGS, tables, schema), numbers)
+        agreed = verdict_of(VERDICT, tables, schema)
+        lead = [Section("lead", "", figures=drawable(AGREED[:1], tables))]
+        return Summary(coverage, say_all(FINDINGS, tables, schema), numbers, verdict=agreed, lead=lead)
+    names = [plot_words(Path(item["path"]).name) for item in run.info["checkpoints"]]
+    same = bool((tables["geometry"]["relative_l2"] == 0).all())
+    said = verdict_of(NOTHING_CHANGED if same else VERDICT, tables, schema)
+    verdict = f"{' → '.join(names)}: {said[:1].lower()}{said[1:]}" if said else ""
     coverage = [
         f"{role}: {Coverage(**{**item, 'experts_per_layer': tuple(item['experts_per_layer'])}).line()}"
         for role, item in zip("AB", run.info["coverage"], strict=True)
     ]
-    if (tables["geometry"]["relative_l2"] == 0).all():
-        return Summary(coverage, say_all(NOTHING_CHANGED, tables, schema), numbers)
-    return Summary(coverage, say_all(FINDINGS, tables, schema) + alignment_findings(run), numbers)
+    findings = say_all(NOTHING_CHANGED if same else FINDINGS, tables, schema)
+    findings += [] if same else alignment_findings(run)
+    lead = [Section("lead", "", figures=drawable([MOVED], tables))]
+    return Summary(coverage, findings, numbers, verdict=Finding(verdict, **said.place), lead=lead)
 
 
 def measures(run: Run) -> list[Measure]:

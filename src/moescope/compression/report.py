@@ -12,7 +12,7 @@ from moescope.comparison.tables import OF_PAIRS
 from moescope.compression.figures import DAMAGE, GROUPS, SALIENCY
 from moescope.compression.tables import PER_LAYER, TABLES
 from moescope.plotting.style import byte_size, counted, number, span
-from moescope.reporting.findings import Number, Said, key_numbers, say_all
+from moescope.reporting.findings import Number, Said, key_numbers, say_all, verdict_of
 from moescope.reporting.pack import plain
 from moescope.reporting.untrusted import plot_words
 from moescope.reporting.views import drawable, shown_table
@@ -34,13 +34,18 @@ RANKED = "cut.notna() and rank_low.notna()"
 ERROR = "error of the routed output: largest in {place}, {value} ({chance})"
 # fmt: off
 NUMBERS = [
+    Number("damage", "loss_increase", where=PLAN, name="Loss above the original"),
     Number("damage", "perplexity", where=PLAN, name="Perplexity"),
     Number("damage", "loss_above_plan", where=JUDGED, only="plan_better", name="Random controls beaten", of="random controls"),
-    Number("damage", "js_divergence", where=PLAN, name="JS divergence"),
     Number("damage", "bytes_share", where=PLAN, name="Share of the original's bytes"),
     Number("damage", "measured_error", where=LAYERS, name="Measured error, worst layer"),
     Number("damage", "predicted_error", where=NOT_MEASURED, name="Predicted error, worst layer"),
     Number("clusters", "members", only="dominant", name="Experts left", of="experts"),
+]
+VERDICT = [
+    Said("damage", "loss_increase", where=f"{PLAN} and loss_increase.notna()", text="It costs {value}{interval} nats per token: perplexity {perplexity_original} becomes {perplexity}.", figure="damage_by_model"),
+    Said("damage", "loss_above_plan", where=f"{CONTROLS} and p_random.notna()", only="beyond_random", pick="smallest", text="That is less than a random plan (p {p_random}).", otherwise="That is not distinguishable from a random plan (p {p_random}).", figure="damage_by_model"),
+    Said("damage", "predicted_error", where=NOT_MEASURED, text="Not judged on held-out text: the error is only predicted, at most {value} in {place} ({chance}).", figure="damage_by_layer"),
 ]
 FINDINGS = [
     Said("damage", "loss_increase", where=f"{PLAN} and loss_increase_low.notna() and loss_increase_high.notna()", text="Loss above the original's: {value} nats per token{interval} (95 % interval over {judged_documents} held-out documents).", figure="damage_by_model"),
@@ -63,8 +68,25 @@ FINDINGS = [
 def summary(run: Run) -> Summary:
     """Coverage, key numbers and findings, each with the original's value and the random controls'."""
     tables = all_rows(run, Selection())
-    found = [*what_was_done(run, tables), *say_all(FINDINGS, tables, TABLES)]
-    return Summary(coverage(run), found, key_numbers(NUMBERS, tables, TABLES))
+    done = what_was_done(run, tables)
+    found = [*done, *say_all(FINDINGS, tables, TABLES)]
+    verdict = verdict_of(VERDICT, tables, TABLES)
+    verdict = Finding(" ".join(filter(None, (plan_words(run, tables), verdict))), **verdict.place)
+    lead = [Section("lead", "", figures=drawable([*DAMAGE, *SALIENCY], tables)[:1])]
+    numbers = key_numbers(NUMBERS, tables, TABLES)
+    return Summary(coverage(run), found, numbers, verdict=verdict, lead=lead)
+
+
+def plan_words(run: Run, tables: Tables) -> str:
+    """ "reap leaves 4 of 8 experts per layer, 42 % fewer bytes."."""
+    clusters = tables["clusters"]
+    before, after = (
+        span(clusters.groupby("layer")[name].agg(how))
+        for name, how in (("expert", "nunique"), ("dominant", "sum"))
+    )
+    shares = tables["damage"].query(PLAN)["bytes_share"].dropna()
+    size = f", {number(100 * (1 - shares.iloc[0]))} % fewer bytes" if len(shares) else ""
+    return f"{clusters['method'].iloc[0]} leaves {after} of {before} experts per layer{size}."
 
 
 def coverage(run: Run) -> list[str]:
@@ -168,8 +190,6 @@ def experts(run: Run) -> Iterator[LayerCards]:
 def sections(run: Run, selection: Selection) -> list[Section]:
     tables, facts = all_rows(run, selection), run.info["setup"]
     parts = [damage_section(tables, facts)]
-    if shown := parts[0].figures[:1]:
-        parts.insert(0, Section("overview", "Damage", figures=shown, tab="overview"))
     if "saliency" in tables:
         parts.append(saliency_section(tables, facts))
     parts.append(experts_section(tables, facts))

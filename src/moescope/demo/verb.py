@@ -103,24 +103,4 @@ def truncate(text: str) -> str:
     return text[: text.rfind("\n", 0, CHARACTERS) + 1] or text[:CHARACTERS]
 
 
-def demo_lines(run: Run) -> list[str]:
-    """Return the findings of the demo's runs for the terminal."""
-    lines = []
-    for title, part in {
-        "Training (reproduce it with `make demo-model`)": run,
-        "Weights": run.parts["scan"],
-        "Routing of held-out text": run.parts["trace"],
-    }.items():
-        assert part.verb.summary is not None
-        summary = part.verb.summary(part)
-        lines += [
-            title,
-            *(f"  {line}" for line in dict.fromkeys(summary.coverage)),
-            *(f"  - {finding}" for finding in summary.findings),
-            *(f"  warning: {warning}" for warning in part.info.get("warnings", [])),
-            "",
-        ]
-    return lines
-
-
-VERB = Verb("demo", demo, lines=demo_lines)
+VERB = Verb("demo", demo)

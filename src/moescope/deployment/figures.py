@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from moescope.deployment.tables import TABLES
-from moescope.plotting.marks import QUANTITY, Bars, Lines, define_figures
+from moescope.plotting.marks import QUANTITY, Bars, Grid, Lines, define_figures
 
 LOADING = ("hit_rate", "loads_per_token", "bytes_per_token", "ms_per_token")
 # fmt: off
@@ -21,6 +21,7 @@ PLACEMENT = define_figures(TABLES,
     Bars("placement_traffic", "placement", y=("cross_device", "cross_node"), x="method", pages=QUANTITY, title="Remote devices per token"),
 )
 COVERAGE = define_figures(TABLES,
+    Grid("coverage_map", "coverage", z="tokens", pages="domain", wide=True, title="Tokens per expert"),
     Lines("coverage_experts", "coverage", y="tokens", x="rank_share", by="domain", title="Tokens per expert, sorted"),
     Lines("coverage_documents", "coverage_curve", y="below", x="documents", by="domain", title="Experts below the minimum by documents"),
 )

@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
+from typing import Any, cast
 
 import pandas as pd
 
 from moescope.deployment.figures import COVERAGE, PLACEMENT, PREFETCH, RESIDENCY
 from moescope.deployment.tables import TABLES
-from moescope.plotting.marks import Mark
-from moescope.plotting.style import capital, counted, number
+from moescope.plotting.marks import Lines, Mark
+from moescope.plotting.style import capital, counted, listed
 from moescope.reporting.findings import Number, Said, key_numbers, say_all
+from moescope.reporting.pack import plain
 from moescope.reporting.views import drawable, shown_table
 from moescope.run import Run
-from moescope.verb import Finding, Measure, Section, Selection, Summary, Tables, all_rows
+from moescope.verb import Finding, Section, Selection, Summary, Tables, all_rows
 
 NOTHING_TO_PLACE = "one expert per device: nothing to place"
+LED = ("lru", "static", "belady")  # policies of the leading figure
+SLIDER = ("hit_rate", "loads_per_token", "ms_per_token", "resident_bytes")
 LEAST_USED = 20  # rows of the table of experts
 LRU, STATIC, IN_SAMPLE, BEST, SPLIT = (
     f"policy == '{name}' and lead" for name in ("lru", "static", "static_in_sample", "belady", "lru_split")
@@ -43,7 +48,7 @@ FINDINGS = [
 
 def title(run: Run) -> str:
     """The name of the trace."""
-    return f"{Path(run.info['runs'][0]['path']).name}: serving"
+    return f"serving {Path(run.info['runs'][0]['path']).name}"
 
 
 def summary(run: Run) -> Summary:
@@ -58,9 +63,27 @@ def summary(run: Run) -> Summary:
     if one_each(tables):
         devices = int(tables.pop("placement")["devices"].iloc[0])
         nothing = [Finding(f"Placement on {devices} devices: {NOTHING_TO_PLACE}.", tab="deployment")]
-    findings = say_all(FINDINGS, tables, TABLES)
-    findings[1:1] = needed_findings(run)
-    return Summary(coverage, [*findings, *nothing], key_numbers(NUMBERS, tables, TABLES))
+    findings = [*say_all(FINDINGS, tables, TABLES), *nothing]
+    text = needed_slots(tables) or findings[0]
+    verdict = Finding(text, figure="cache_curve" if "residency" in tables else "coverage_experts")
+    lead = lead_sections(tables) if "residency" in tables else []
+    return Summary(coverage, findings, key_numbers(NUMBERS, tables, TABLES), verdict=verdict, lead=lead)
+
+
+def lead_sections(tables: Tables) -> list[Section]:
+    """Hit rate against slots, what a number of slots costs, and below it layers and prefetching."""
+    curve = replace(cast(Lines, RESIDENCY[0]), y="hit_rate", pages="", where=f"policy in {LED}")
+    rows = tables["residency"]
+    lru = rows[rows["layer"].isna() & (rows["policy"] == "lru")].sort_values("slots")
+    names = [name for name in SLIDER if lru[name].notna().any()]
+    payload: dict[str, Any] = {"slots": lru["slots"].tolist(), "n": int(lru["n_experts"].max()), "rows": []}
+    for name in names:
+        column = TABLES["residency"].quantity(name)
+        words = {"name": column.label, "unit": column.unit, "chance_label": column.chance_label}
+        chance = plain(lru[column.chance].tolist()) if isinstance(column.chance, str) else None
+        payload["rows"].append({**words, "values": plain(lru[name].tolist()), "chance": chance})
+    first = Section("lead", "", figures=drawable([curve], tables), widget=("slots", payload))
+    return [first, Section("lead-more", "", figures=drawable([RESIDENCY[1], PREFETCH[0]], tables))]
 
 
 def one_each(tables: Tables) -> bool:
@@ -70,41 +93,28 @@ def one_each(tables: Tables) -> bool:
     return bool(tables["placement"]["devices"].iloc[0] >= tables["residency"]["n_experts"].max())
 
 
-def needed_findings(run: Run) -> list[str]:
-    """The fewest slots with enough of the choices: of a list learned on other text, LRU and the best possible."""
-    rows = run.table("slots_needed") if "slots_needed" in run.tables else pd.DataFrame()
+def needed_slots(tables: Tables) -> str:
+    """How many slots hold 80, 90 and 95 % of the choices: LRU, the best possible, and random routing."""
+    rows = tables.get("slots_needed", pd.DataFrame())
     if rows.empty:
-        return []
-    rows = rows[rows["layer"].isna()].set_index("policy")
-    most, share = int(rows["n_experts"].max()), float(rows["share"].iloc[0])
+        return ""
+    rows = rows[rows["layer"].isna()].sort_values("share")
+    most = int(rows["n_experts"].max())
 
-    def words(policy: str, random: str) -> str:
-        row = rows.loc[policy]
-        too_few = f"more than {int(row['replayed'])}" if row["replayed"] < most else "none suffices"
-        slots, chance = (
-            too_few if pd.isna(row[name]) else str(int(row[name])) for name in ("slots", "chance")
-        )
-        return f"{slots} ({random}: {chance})"
+    def words(policy: str, column: str = "slots") -> str:
+        mine = rows[rows["policy"] == policy]
+        short = "none" if mine["replayed"].min() >= most else f"more than {int(mine['replayed'].min())}"
+        return listed([short if pd.isna(value) else str(int(value)) for value in mine[column]])
 
+    shares = listed([f"{100 * share:.0f}" for share in rows["share"].unique()])
     text = (
-        f"Slots per layer for {100 * share:.0f} % of choices, of {most} experts: list learned on other text "
-        f"{words('static', 'random list')}; LRU {words('lru', 'random routing')}; best possible "
-        f"{words('belady', 'random routing')}."
+        f"{words('lru')} of {most} experts per layer must stay in fast memory for {shares} % hits with LRU "
+        f"(random routing: {words('lru', 'chance')}; best possible: {words('belady')})."
     )
-    return [Finding(text, figure="cache_curve")]
-
-
-def measures(run: Run) -> list[Measure]:
-    """Tokens per expert; experts below the minimum are crossed out where they are the exception."""
-    rows = run.table("coverage")
-    rows = rows[rows["domain"] == ""]
-    frame = rows.rename(columns={"tokens": "value", "below": "mark"})
-    minimum, chance = int(rows["minimum"].iloc[0]), number(float(rows["chance"].mean()))
-    few = rows["below"].mean() < 0.5
-    crossed = f"; crossed out below {minimum}" if few else f"; most have fewer than {minimum}"
-    caption = f"Tokens per expert{crossed} (all experts alike: {chance})."
-    frame = frame[["layer", "expert", "value", "chance", *(["mark"] if few else [])]]
-    return [Measure("coverage", "Tokens per expert", frame, "tokens", caption)]
+    lru = rows[rows["policy"] == "lru"]
+    if (lru["slots"] >= lru["chance"]).all():
+        text += " Random routing needs no more: this text gives a cache nothing to gain."
+    return text
 
 
 def sections(run: Run, selection: Selection) -> list[Section]:

@@ -85,7 +85,7 @@ def hit_rates(counts_XGD: Integers) -> Array:
 # --- replays of a trace
 
 POLICIES = ("static", "static_in_sample", "lru", "lru_split", "lfu", "belady")
-ENOUGH = 0.8  # of the choices, for the slots that are needed
+ENOUGH = (0.8, 0.9, 0.95)  # shares of the choices, for the slots that are needed
 DEPTH = 32  # slots with which all policies are replayed at least, where there are as many experts
 CHOICES_AT_ONCE = 2**23  # of all layers that are replayed together: bounds memory, 90 bytes per choice
 
@@ -146,6 +146,9 @@ def residency_tables(
         totals = bytes_R.groupby([frame["policy"], frame["slots"]]).transform("sum", min_count=1)
         frame[f"bytes_{kind}"] = bytes_R.where(frame["layer"].notna(), totals)
         frame[f"ms_{kind}"] = frame[f"bytes_{kind}"] / (bandwidth * 1e6) if bandwidth else np.nan
+    resident = frame["layer_slots"] * frame["layer"].map(bytes_by_layer)
+    whole = resident.groupby([frame["policy"], frame["slots"]]).transform("sum", min_count=1)
+    frame["resident_bytes"] = resident.where(frame["layer"].notna(), whole)
     half = max(trace.n_experts) / 2
     frame["lead"] = frame["slots"] == min(sorted(slots), key=lambda size: abs(size - half))
     return {"residency": frame, "slots_needed": needed_table(trace, layers, chance)}
@@ -161,10 +164,11 @@ def needed_table(
         curves = [hit_rates(layer.policies[policy]) for layer in layers]
         both = [[*each, mean_curve(each, choices_L)] for each in (curves, random_curves)]
         for at, (curve, random_curve) in enumerate(zip(*both, strict=True)):
-            needed = first_reaching(curve, trace.k)
-            row = {"policy": policy, "share": ENOUGH, "slots": needed, "replayed": len(curve) - 1}
-            row |= {"hit_rate": np.nan if needed is None else curve[needed]}
-            rows.append(row | {"chance": first_reaching(random_curve, trace.k), **trace.place(at)})
+            for share in ENOUGH:
+                needed = first_reaching(curve, share, trace.k)
+                row = {"policy": policy, "share": share, "slots": needed, "replayed": len(curve) - 1}
+                row |= {"hit_rate": np.nan if needed is None else curve[needed]}
+                rows.append(row | {"chance": first_reaching(random_curve, share, trace.k), **trace.place(at)})
     return pd.DataFrame(rows)
 
 
@@ -175,9 +179,9 @@ def mean_curve(curves: list[Array], choices_L: Array) -> Array:
     return choices_L / max(choices_L.sum(), 1) @ np.stack(padded)
 
 
-def first_reaching(curve_S: Array, k: int) -> int | None:
-    """The fewest slots, from k on, with enough of the choices; None where all replayed are too few."""
-    reached = np.flatnonzero(curve_S >= ENOUGH - 1e-12)
+def first_reaching(curve_S: Array, share: float, k: int) -> int | None:
+    """The fewest slots, from k on, with that share of the choices; None where all replayed are too few."""
+    reached = np.flatnonzero(curve_S >= share - 1e-12)
     return max(int(reached[0]), k) if len(reached) else None
 
 

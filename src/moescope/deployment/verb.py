@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from moescope.checkpoint import open_checkpoint
 from moescope.deployment.figures import FIGURES
-from moescope.deployment.report import guide, measures, sections, summary, title
+from moescope.deployment.report import guide, sections, summary, title
 from moescope.deployment.tables import TABLES
 from moescope.errors import BadInput
 from moescope.families import read_moe
@@ -61,7 +61,7 @@ def deploy(
         Run folder that moescope trace MODEL --text FILE --save-tokens has written.
     model : MODEL
         Checkpoint whose headers give the bytes per expert.
-    slots : LIST, default a sixteenth to half of the experts
+    slots : LIST, default a sixteenth to all of the experts
         Experts per layer that a cache holds: whole numbers (8,16,32), or shares with a decimal point
         (0.25,0.5; 1.0 is all experts).
     bandwidth : GB/S > 0, < inf
@@ -148,7 +148,9 @@ def deploy(
         documents, layers = tokens.n_documents, len(tokens.layers)
         facts = {"tokens": tokens.chosen_LTK.shape[1], "documents": documents, "layers": layers}
         facts |= {"k": tokens.k, "phase": tokens.phase, "step": tokens.step}
-        writer.save_info(tokens=facts, exports=exports, warnings=notes)
+        writer.save_info(
+            tokens=facts, exports=exports, warnings=notes, coverage=traced.info.get("coverage", [])
+        )
         return writer.finish({name: writer.joined(name) for name in TABLES})
 
 
@@ -165,7 +167,9 @@ def deploy_counts(traced: Run, folder: Path, identity: dict[str, Any], given: di
         facts = {"tokens": sum(setup["tokens"].values()), "documents": 1, "layers": len(counts)}
         facts |= {"k": setup["k"][0], "phase": "prefill", "step": 0}
         without = "the trace holds counts, no order of tokens: caches, prefetching and placement are skipped"
-        writer.save_info(tokens=facts, exports=exports, warnings=[without])
+        writer.save_info(
+            tokens=facts, exports=exports, warnings=[without], coverage=traced.info.get("coverage", [])
+        )
         return writer.finish(frames)
 
 
@@ -233,11 +237,12 @@ def sizes_or_shares(slots: float | str | Iterable[float]) -> tuple[float, ...]:
 def choose_slots(given: tuple[float, ...], tokens: TokenTrace) -> tuple[int, ...]:
     """Return numbers of slots, shares rounded down to whole experts.
 
-    By default a sixteenth, an eighth, a quarter and half of the experts, those that hold one token's experts.
+    By default a sixteenth, an eighth, a quarter and so on to all experts, those that hold a token's experts.
     """
     most, k = max(tokens.n_experts), tokens.k
     if not given:
-        return tuple(size for size in sorted({most // part for part in (16, 8, 4, 2)}) if size >= k) or (k,)
+        sizes = {most * part // 16 for part in (1, 2, 4, 6, 8, 10, 12, 14, 16)}
+        return tuple(size for size in sorted(sizes) if size >= k)
     slots = sorted({size if isinstance(size, int) else int(size * most + 1e-9) for size in given})
     if slots[0] < k:
         raise BadInput(f"slots {slots[0]}: a token chooses {k} experts per layer; give at least {k}")
@@ -310,7 +315,6 @@ VERB = Verb(
     sections,
     guide=guide,
     tab="deployment",
-    measures=measures,
     title=title,
     files=("exports",),
 )

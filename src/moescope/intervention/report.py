@@ -8,10 +8,11 @@ from typing import Any
 
 import pandas as pd
 
+from moescope.errors import printable
 from moescope.intervention.figures import CHANGES, DOMAINS, EXPERTS, GRIDS, PREDICTORS
 from moescope.intervention.tables import ALL, TABLES
 from moescope.plotting.style import counted, listed
-from moescope.reporting.findings import Number, Said, key_numbers, say_all
+from moescope.reporting.findings import Number, Said, key_numbers, say_all, verdict_of
 from moescope.reporting.pack import plain
 from moescope.reporting.views import drawable, shown_table
 from moescope.run import Run
@@ -42,6 +43,15 @@ NUMBERS = [
     Number("intervention_experts", "loss_difference", where="q.notna()", only="claimed", name="Experts above controls", of="experts"),
     Number("interventions", "loss_difference", where=f"{PROJECTED} and q.notna()", only="claimed", name="Projections above both controls", of="layers and k"),
     Number("interventions", "loss_difference", where="single", pick="largest", name="Largest loss difference"),
+    Number("interventions", "predictions_changed", where="single", pick="largest", name="Changed predictions"),
+]
+VERDICT = [
+    Said("intervention_experts", "loss_difference", where="q.notna()", only="claimed", pick="largest", text="{count} of {total} experts matter more than others of their layer; most {place}: {value}{interval} nats per token without it.", otherwise="No expert stands out: removing none of {total} costs more than removing others of its layer.", figure="effect_map"),
+    Said("intervention_experts", "loss_difference", where="q.isna()", pick="largest", text="Most costs {place}: {value}{interval} nats per token without it; not tested against other experts.", figure="effect_map"),
+    Said("interventions", "loss_difference", where="domain != 'all' and expert.notna() and role == 'change'", only="claimed", pick="largest", group="domain", text="By domain: {groups}."),
+    Said("interventions", "loss_difference", where=f"{PROJECTED} and q.notna()", only="claimed", pick="largest", text="Router directions matter in {count} of {total} layers and k, beyond random ones; most in layer {layer}, k = {k}: {value}{interval} nats per token.", otherwise="Removing router directions costs no more than removing random ones.", figure="projection_curve"),
+    Said("interventions", "loss_difference", where=TOP_K, pick="smallest", text="Loss is least with {k} experts per token: {value}{interval} nats per token against as configured.", figure="top_k_curve"),
+    Said("interventions", "loss_difference", where="single", pick="largest", text="{change}: loss changes by {value}{interval} nats per token.", figure="effects_compared"),
 ]
 FINDINGS = [
     Said("intervention_experts", "loss_difference", where="q.notna()", only="claimed", pick="largest", text=f"Experts that cost more than other experts of their layer (q < 0.05): {{count}} of {{total}}; most {{place}}, {EXPERT}.", otherwise="Experts that cost more than other experts of their layer (q < 0.05): none of {total}.", figure="effect_map"),
@@ -77,7 +87,29 @@ def summary(run: Run) -> Summary:
     findings = say_all(FINDINGS, tables, TABLES)
     findings[1:1] = domain_findings(tables)
     findings += [*change_findings(tables), *text_findings(tables)]
-    return Summary(coverage, findings, key_numbers(NUMBERS, tables, TABLES))
+    verdict = verdict_of(VERDICT, tables, TABLES)
+    several = rows["domain"].nunique() > 2
+    figures = [*DOMAINS, *EXPERTS, *GRIDS, *CHANGES] if several else [*EXPERTS, *GRIDS, *CHANGES]
+    lead = [Section("lead", "", figures=drawable(figures, tables)[:1])]
+    return Summary(
+        coverage,
+        findings,
+        key_numbers(NUMBERS, tables, TABLES),
+        verdict=verdict,
+        lead=lead,
+        passages=passages(tables),
+    )
+
+
+def passages(tables: Tables) -> list[str]:
+    """The first continuations without and with the change, for the terminal."""
+    lines = []
+    for pair in continuations(tables)[:NAMED]:
+        sides = ("".join(token for token in pair[side] if token) for side in ("before", "after"))
+        untouched, changed = (printable(side).strip() for side in sides)
+        lines += [f"{printable(pair['prompt'])} ({pair['change']})"]
+        lines += [f"  untouched: {untouched}", f"  changed:   {changed}"]
+    return lines
 
 
 def domain_findings(tables: Tables) -> list[str]:
@@ -218,6 +250,15 @@ def experts_section(tables: Tables) -> Section:
 
 def text_sections(tables: Tables) -> list[Section]:
     """Continuations with and without the change, side by side."""
+    pairs = continuations(tables)
+    if not pairs:
+        return []
+    text = "The most likely token is taken at every place. Marked: tokens that differ at their place."
+    title = "Generated text before and after"
+    return [Section("continuations", title, text, widget=("continuations", pairs))]
+
+
+def continuations(tables: Tables) -> list[dict[str, Any]]:
     rows = tables.get("intervention_text", pd.DataFrame())
     if rows.empty:
         return []
@@ -232,9 +273,7 @@ def text_sections(tables: Tables) -> list[Section]:
         pairs.append(
             {"change": str(labels[intervention]), "prompt": str(prompt), "before": before, "after": after}
         )
-    text = "The most likely token is taken at every place. Marked: tokens that differ at their place."
-    title = "Generated text before and after"
-    return [Section("continuations", title, text, widget=("continuations", pairs))]
+    return pairs
 
 
 # --- with a scan and a compression of the same checkpoint

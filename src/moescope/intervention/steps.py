@@ -32,7 +32,7 @@ from moescope.intervention.passes import Effect, Means, Passes, place_of, touche
 from moescope.intervention.predictors import predictor_tables
 from moescope.intervention.tables import PLAN_COLUMNS, ROUTING_COLUMNS
 from moescope.plotting.style import counted
-from moescope.progress import duration, progress
+from moescope.progress import progress
 from moescope.routing.counts import Counts
 from moescope.run import OtherRun, Run, RunWriter
 from moescope.types import Array
@@ -273,7 +273,10 @@ def carry_out(
             warnings.append(
                 f"no calibration token chooses expert {', '.join(unused)}: its mean output is taken as zero"
             )
-    writer.save_info(setup=facts, warnings=list(dict.fromkeys(warnings)))
+    sizes = [block.n_experts for block in blocks.values()]
+    shape = {"layers": len(sizes), "experts_per_layer": sorted(set(sizes))}
+    shape["model_type"] = getattr(traced.config, "model_type", None)
+    writer.save_info(setup=facts, coverage=[shape], warnings=list(dict.fromkeys(warnings)))
     names = checkpoint_layer_names(name, {layer: block.name for layer, block in blocks.items()})
     return finish(writer, request, plan_frame(plan, blocks, names, loads))
 
@@ -306,8 +309,6 @@ def judge_resident(
                     f"{name}: model type {passes.traced.config.model_type!r} does not give the same logits "
                     "from stored hidden states, so its layers cannot be changed one by one"
                 )
-        seconds = passes.seconds * (calls / len(passes.layers) / len(passes.batches) - 1)
-        say(f"about {duration(seconds)}, from the untouched pass", quiet)
         writer.save_info(
             cost={"layer_calls": calls, "layer_calls_whole": whole, "state_bytes": passes.state_bytes}
         )

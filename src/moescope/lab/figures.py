@@ -22,6 +22,12 @@ SPEED = define_figures(TRAIN_TABLES,
 (LOSS_BY_RUN,) = define_figures(TRAIN_TABLES,
     Lines("loss_by_run", "evaluations", y="loss", x="step", by="run", title="Validation loss of every run"),
 )
+(LOSS_GAP,) = define_figures(TRAIN_TABLES,
+    Lines("loss_gap", "loss_gaps", y="loss_gap", x="step", by="run", title="Difference of the validation losses", details="Band: least and largest difference over the domains of the text."),
+)
+(LOAD_BY_RUN,) = define_figures(TRAIN_TABLES,
+    Lines("load_by_run", "load_totals", y="times_even", x="rank_share", by="run", pages="layer", title="Sorted load per layer"),
+)
 TRAIN_FIGURES = [*LOSSES, BASE_LOSSES, *SPEED]
 
 ARMS = define_figures(TABLES,

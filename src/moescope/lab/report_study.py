@@ -118,8 +118,6 @@ def sections(run: Run, selection: Selection) -> list[Section]:
         raise BadInput(f"{run.path}: a study of one arm has nothing to compare; add an arm")
     first = next(iter(by_question))
     parts = [question_section(part, name, name == first) for name, part in by_question.items()]
-    if parts[0].figures:
-        parts.insert(0, Section("overview", parts[0].title, figures=parts[0].figures[:1], tab="overview"))
     if figures := drawable(CURVES, by_question[first]):
         text = "Loss on held-out text, and routing in training, by step."
         parts.append(Section("curves", "Training curves", text, figures))
@@ -267,7 +265,27 @@ def summary(run: Run) -> Summary:
             found += target_findings(part["study_arms"])
         sentences += [Finding(text, section=f"question-{question}") for text in found]
     sentences += [Finding(text, section="balance") for text in unfinished_findings(tables["study_runs"])]
-    return Summary(coverage(run), sentences, key_numbers(tables))
+    first = next(iter(compared_questions(tables).values()), None)
+    lead = [Section("lead", "", figures=drawable(ARMS, first))] if first else []
+    return Summary(coverage(run), sentences, key_numbers(tables), verdict=verdict(first, tables), lead=lead)
+
+
+def verdict(first: Tables | None, tables: Tables) -> Finding:
+    """Say which arms of the first question differ from the reference, the best one first."""
+    rows = tables["study_comparisons"] if first is None else first["study_comparisons"]
+    rows = rows[rows["difference"].notna()].sort_values("difference")
+    if rows.empty:
+        return Finding("No arm can be compared yet.", section="balance")
+    reference, claimed = reference_of(rows), rows[rows["verdict"].isin(["better", "worse"])]
+    text = f"None of {counted(len(rows), 'arm')} differs from {reference} beyond seeds."
+    if len(claimed):
+        named = [
+            f"{row.arm} {row.verdict} ({number(row.difference)})" for row in claimed.head(4).itertuples()
+        ]
+        named += [f"{len(claimed) - 4} more"] if len(claimed) > 4 else []
+        text = f"{len(claimed)} of {counted(len(rows), 'arm')} differ from {reference}, in nats per token: "
+        text += f"{listed(named)}."
+    return Finding(text, figure="differences")
 
 
 def key_numbers(tables: Tables) -> list[KeyNumber]:

@@ -8,7 +8,7 @@ from typing import Any
 import pandas as pd
 
 from moescope.errors import BadInput
-from moescope.lab.figures import BASE_LOSSES, LOSS_BY_RUN, LOSSES, SPEED
+from moescope.lab.figures import BASE_LOSSES, LOAD_BY_RUN, LOSS_BY_RUN, LOSS_GAP, LOSSES, SPEED
 from moescope.lab.tables import TRAIN_TABLES
 from moescope.plotting.style import byte_size, counted, listed, number
 from moescope.reporting.pack import plain, table_payload
@@ -21,8 +21,10 @@ from moescope.routing.report_monitor import (
     diagnostic_sections,
     gradient_sections,
     key_numbers,
+    load_figures,
     load_findings,
     load_section,
+    load_verdict,
 )
 from moescope.run import Run
 from moescope.verb import (
@@ -112,7 +114,25 @@ def summary(run: Run) -> Summary:
         chosen = run.info["router_facts"]["experts_choose"]
         findings += load_findings(run, ", by construction: experts choose tokens" if chosen else "")
         numbers += key_numbers(run)
-    return Summary(coverage(run), [*findings, *alert_findings(run)], numbers)
+    verdict = " ".join(filter(None, (verdict_words(first, last), load_verdict(run))))
+    tables = select(run, Selection())
+    figures = [*drawable(LOSSES[:1], tables), *load_figures(run)]
+    lead = [Section("lead", "", figures=figures)] if figures else []
+    steps = tables["steps"]["tokens_per_second"].dropna() if "steps" in tables else pd.Series()
+    if len(steps):
+        numbers.append(KeyNumber("Training speed", float(steps.iloc[-1]), unit="tokens/s"))
+    found = [*findings, *alert_findings(run)]
+    return Summary(coverage(run), found, numbers, verdict=Finding(verdict, figure="loss_by_step"), lead=lead)
+
+
+def verdict_words(first: dict[str, Any], last: dict[str, Any]) -> str:
+    """Say whether the model learned: loss before and after, and the unigram baseline."""
+    loss, unigram = float(last["loss"]), float(last["unigram_loss"])
+    learned = loss < unigram and loss < first["loss"]
+    base = f"unigram baseline {number(unigram)}"
+    change = f"validation loss {number(first['loss'])} → {number(loss)} nats per token"
+    after = f"in {int(last['step']):,} steps" if last["step"] else "before training"
+    return f"{'It learned' if learned else 'It has not learned'}: {change} {after} ({base})."
 
 
 def base_findings(run: Run) -> list[str]:
@@ -176,29 +196,49 @@ def overlay(runs: list[Run]) -> list[Section]:
         return []
     names = {path: plot_words(name) for path, name in run_names(runs).items()}
     rows = pd.concat([run.table("evaluations").assign(run=names[run.path]) for run in runs])
-    figures = drawable([LOSS_BY_RUN], {"evaluations": rows})
+    tables = {"evaluations": rows, "loss_gaps": loss_gaps(rows)}
+    loads = [last_loads(run).assign(run=names[run.path]) for run in runs if "load_totals" in run.tables]
+    if len(loads) == len(runs):
+        tables["load_totals"] = pd.concat(loads)
+    figures = drawable([LOSS_BY_RUN, LOSS_GAP, LOAD_BY_RUN], tables)
     findings = [*loss_differences(rows), *setting_differences(runs)]
     return [
-        Section("losses-of-all", "Training curves", findings=findings, figures=figures, tab="overview"),
+        Section("lead", "", findings=findings, figures=figures, tab="overview"),
         Section("losses-of-all", "Validation loss of all runs", figures=figures),
     ]
+
+
+def last_loads(run: Run) -> pd.DataFrame:
+    rows = run.table("load_totals")
+    return rows[rows["step"] == rows["step"].max()]
+
+
+def loss_gaps(evaluations: pd.DataFrame) -> pd.DataFrame:
+    """Return the second run's loss minus the first one's, by step, with its range over domains."""
+    first, *others = evaluations["run"].unique()
+    if len(others) != 1:
+        return pd.DataFrame()
+    losses = evaluations.pivot_table(index=["step", "domain"], columns="run", values="loss")
+    gaps = (losses[others[0]] - losses[first]).dropna().reset_index(name="loss_gap")
+    parts = gaps[gaps["domain"] != ""].groupby("step")["loss_gap"]
+    ends = {"gap_low": parts.min(), "gap_high": parts.max()}
+    whole = gaps[gaps["domain"] == ""].set_index("step")[["loss_gap"]]
+    return whole.join(pd.DataFrame(ends)).reset_index().assign(run=f"{others[0]} minus {first}")
 
 
 def loss_differences(rows: pd.DataFrame) -> list[str]:
     """Compare the last validation losses; nothing is claimed from one training per setting."""
     last = all_domains(rows).groupby("run", sort=False).last().sort_values("loss")
-    best, others = last.iloc[0], last.iloc[1:]
     if last[["unigram_loss", "uniform_loss"]].round(6).drop_duplicates().shape[0] > 1:
         values = listed([f"{number(row.loss)} ({row.Index})" for row in last.itertuples()])
         words = f"{values} nats per token, not comparable: the held-out texts or vocabularies differ."
         return [Finding(f"Validation loss: {words}", figure="loss_by_run")]
-    higher = listed(
-        [f"{row.Index} is {number(row.loss - best['loss'])} higher" for row in others.itertuples()]
-    )
+    named = " vs ".join(f"{number(row.loss)} ({row.Index})" for row in last.itertuples())
+    steps = ", ".join(f"{step:,}" for step in sorted(set(last["step"].astype(int))))
     return [
         Finding(
-            f"Validation loss: lowest in {best.name}, {number(best['loss'])} nats per token; {higher}. One "
-            "training each: no claim about which is better (moescope study compares over several seeds).",
+            f"Validation loss {named} nats per token on the same text after {steps} steps; "
+            "one seed each, so no claim which is better (moescope study compares seeds).",
             figure="loss_by_run",
         )
     ]
@@ -283,9 +323,7 @@ def sections(run: Run, selection: Selection) -> list[Section]:
     if not {"steps", "evaluations"} <= set(run.tables):
         raise BadInput(f"{run.path}: this training has not written anything yet; wait, or repeat its command")
     tables = select(run, selection)
-    losses = drawable(LOSSES, tables)
     parts = [
-        Section("overview", "Training curves", figures=losses[:1], tab="overview"),
         *of_table(tables, "base_losses", BASE_COLUMNS, "All models", BASE_SECTION, [BASE_LOSSES]),
         *of_table(tables, "task_results", None, "All tasks", TASK_SECTION),
         *of_table(tables, "steps", STEP_COLUMNS, "All steps", LOSS_SECTION, LOSSES),
@@ -344,5 +382,5 @@ def is_routed(run: Run) -> bool:
 
 def page_title(run: Run) -> str:
     if base := run.info["arguments"]["model"].get("base"):
-        return f"{run.name}: training of {base}"
-    return f"{run.name}: training with {model_of(run)['router']}"
+        return f"{run.name}, trained from {base}"
+    return f"{run.name}, trained with {model_of(run)['router']}"

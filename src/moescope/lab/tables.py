@@ -417,6 +417,13 @@ KEY_METRICS = {
 }
 TRAIN_COLUMNS: dict[str, Column] = {
     "evaluations.domain": Column("text", "The domain of the held-out text; empty for all domains together."),
+    "loss_gaps.run": Column("text", "The two trainings: the second minus the first."),
+    "loss_gap": Column("float", "Their validation losses' difference on the same text.", at_chance="0: no difference",
+        label="loss difference", unit="nats per token", chance=0, chance_label="no difference",
+        interval=("gap_low", "gap_high"), better="lower",
+        misleads="One training each: another seed may change it by more."),
+    "gap_low": Column("float", "Least difference over the domains of the text: a range, no interval."),
+    "gap_high": Column("float", "Largest difference over the domains."),
     "evaluations.loss": Column("float", "Mean loss on held-out text, in nats per token.", "−mean log p(next token)",
         at_chance="the unigram baseline", at_best="the entropy of the text", label="validation loss",
         chance="unigram_loss", chance_label="unigram baseline",
@@ -486,6 +493,8 @@ TRAIN_TABLES: dict[str, Table] = {
             ("documents", "value", "standard_error", "base_value", "difference", "difference_error")),
         Table("evaluations", "Loss on held-out text by step and domain, with its baselines.", ("step", "domain"),
             ("loss", "unigram_loss", "uniform_loss", "gain"), whole={"domain": ""}),
+        Table("loss_gaps", "Validation loss of a training minus another's, by step; made for a page of both.",
+            ("run", "step"), ("loss_gap", "gap_low", "gap_high")),
         Table("key_metrics", "Usage and keys of SoME's middle layer, with chance levels.", ("step", "layer", "metric"),
             ("value", "chance", "collapse", "chance_spread"), terms=KEY_METRICS),
         Table("key_histogram", "Experts of SoME's middle layer by their tokens, four bins per decade.",

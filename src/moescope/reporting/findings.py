@@ -65,6 +65,8 @@ class Rows:
         counted = rows
         if self.only not in ("", "beyond") and rows[self.only].isna().all():  # unknown, as in older runs
             return rows.iloc[:0], rows.iloc[:0]
+        if self.only == "beyond" and not judged(rows).any():  # no claim either way
+            return rows.iloc[:0], rows.iloc[:0]
         if self.only:
             counted = rows[beyond(rows) if self.only == "beyond" else flags(rows[self.only])]
         if self.pick in ("first", "last"):
@@ -171,8 +173,9 @@ def fields(spec: Said, counted: pd.DataFrame, rows: pd.DataFrame, table: Table) 
     )
     groups = []
     for _, row in counted.drop_duplicates(spec.group).iterrows() if spec.group else ():
-        words = value_text(table.quantity(spec.group), row[spec.group])
-        where = place_of(row.drop(spec.group), table)
+        words, rest = value_text(table.quantity(spec.group), row[spec.group]), row.drop(spec.group)
+        at = [rest.get(key) for key in ("layer", "expert")]
+        where = place_of(rest, table) if pd.isna(at).any() else f"L{at[0]:.0f} E{at[1]:.0f}"
         groups.append(f"{words} {number(row['_value'])}{f' ({where})' if where else ''}")
     steps = {}
     if "step" in rows:
@@ -186,6 +189,9 @@ def fields(spec: Said, counted: pd.DataFrame, rows: pd.DataFrame, table: Table) 
         "chance": f"{label}: {number(level)}",
         "interval": interval,
         "size": f"{size}; " if size else "",
+        "degree": size or "as measured",
+        "percent": f"{number(100 * top['_value'])} %",
+        "chance_percent": f"{label}: {number(100 * level)} %",
         "place": place_of(top, table),
         "span": span(rows["_value"]),
         "most": rows["_value"].max(),
@@ -234,6 +240,12 @@ def say(spec: Said, tables: Tables, schema: Schema) -> Finding | None:
     if isinstance(top.get("domain"), str) and top["domain"]:
         at["domain"] = top["domain"]
     return Finding(capital(words), **at, **where)
+
+
+def verdict_of(specs: Iterable[Said], tables: Tables, schema: Schema) -> Finding:
+    """Return the sentences as one, with the place of the first; empty where nothing is said."""
+    said = [finding for spec in specs if (finding := say(spec, tables, schema)) is not None]
+    return Finding(" ".join(said), **(said[0].place if said else {}))
 
 
 def say_all(specs: Iterable[Said], tables: Tables, schema: Schema) -> list[str]:

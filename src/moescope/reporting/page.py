@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
+import shlex
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import cache
 from importlib.resources import files
@@ -26,7 +28,6 @@ from moescope.verb import (
     Drawable,
     Figure,
     Finding,
-    KeyNumber,
     Measure,
     Section,
     Selection,
@@ -50,14 +51,18 @@ class Tab(NamedTuple):
 TABS = (
     Tab("overview", "Overview"),
     Tab("results", "Results"),
-    Tab("weights", "Weights", "moescope scan MODEL"),
-    Tab("routing", "Routing", "moescope trace MODEL --text FILE"),
-    Tab("experts", "Experts", "moescope trace MODEL --text FILE"),
-    Tab("text", "Text", "moescope trace MODEL --text FILE --save-tokens"),
+    Tab("weights", "Weights", "moescope scan {model}"),
+    Tab("routing", "Routing", "moescope trace {model} {text} --save-tokens"),
+    Tab("experts", "Experts"),
+    Tab("text", "Text", "moescope trace {model} {text} --save-tokens"),
     Tab("training", "Training", "moescope train CONFIG.toml"),
-    Tab("compression", "Compression", "moescope compress MODEL --method reap --keep 0.5 --text FILE"),
-    Tab("interventions", "Interventions", "moescope intervene MODEL --sweep experts --text FILE"),
-    Tab("deployment", "Deployment", "moescope deploy TRACE"),
+    Tab(
+        "compression",
+        "Compression",
+        "moescope compress {model} --method reap --keep 0.5 {text} --apply NEW",
+    ),
+    Tab("interventions", "Interventions", "moescope intervene {model} --sweep experts {text}"),
+    Tab("deployment", "Deployment", "moescope deploy {trace}"),
     Tab("methods", "Methods"),
 )
 
@@ -66,13 +71,20 @@ def page_content(runs: list[Run], more: Sequence[Section] = (), anonymous: bool 
     """Return what the template needs: the page's data, and payloads that are unpacked when needed."""
     page = Page(runs, more)
     overview = page.map_data()
+    tabs = page.tabs()
     layers = {layer for measure in overview["measures"] for layer in measure["layers"]}
+    name = page_title(page.runs) if len(page.roots) == 1 else first_names(page.side_names())
+    sides: dict[int, list[Run]] = {}
+    for run in page.runs:
+        sides.setdefault(page.root[run.path.resolve()], []).append(run)
+    words = {model_words(side) for side in sides.values()}
     data = {
-        "title": page_title(page.runs) if len(page.roots) == 1 else first_names(page.side_names()),
-        "shape": shape_words(page.runs) if len(page.roots) == 1 else "",
+        "title": ": ".join(filter(None, [*(words if len(words) == 1 else []), name])),
         "runs": [page.run_data(run) for run in page.runs],
         "roots": page.side_names(),
-        "tabs": page.tabs(),
+        "tabs": [tab for tab in tabs if tab["sections"] or tab["name"] in filled(layers)],
+        "add": page.add(tab["name"] for tab in tabs if not tab["sections"]),
+        "report": shlex.join(["moescope", "report", *(str(run.path) for run in page.roots), "NEW_RUN"]),
         "map": page.keep("map", overview),
         "layers": sorted(layers),
         "domains": sorted({measure["domain"] for measure in overview["measures"] if measure["domain"]}),
@@ -169,8 +181,7 @@ class Page:
             "tab": run.verb.tab,
             "root": self.root[run.path.resolve()],
             "coverage": list(dict.fromkeys(summary.coverage)),
-            **shown_first(summary.key_numbers, summary.findings),
-            "views": {view: shown_first(*shown) for view, shown in summary.views.items()},
+            **shown_first(summary),
             "warnings": run.info.get("warnings", []),
             "info": self.keep(f"{prefix}-info", run.info),
         }
@@ -199,7 +210,12 @@ class Page:
                 sections[tab].append(entry)
             compared = any(tab == "overview" for tab, _ in overlays)
             for run in group:
-                for section in [*self.summaries[run.path].sections, *verb.sections(run, Selection())]:
+                summary = self.summaries[run.path]
+                for section in [
+                    *self.leads(run, summary),
+                    *summary.sections,
+                    *verb.sections(run, Selection()),
+                ]:
                     tab = section.tab or verb.tab or "overview"
                     if tab != "overview" or not compared:
                         sections[tab].append(self.entry(section, f"{verb.name}{self.number(run)}", run))
@@ -209,10 +225,34 @@ class Page:
             sections[section.tab or "overview"].append(self.entry(section, "joint"))
         for section in self.more:
             sections[section.tab or "results"].append(self.entry(section, "results"))
+        return [{"name": tab.name, "title": tab.title, "sections": sections[tab.name]} for tab in TABS]
+
+    def add(self, missing: Iterable[str]) -> list[dict[str, str]]:
+        """Return the commands that fill missing tabs, each once, with the model and text of these runs."""
+        infos, commands = [run.info for run in self.runs], {tab.name: tab.command for tab in TABS}
+        models = [item["path"] for info in infos for item in info.get("checkpoints") or []]
+        texts = [word for info in infos for word in text_words(info.get("command") or "")]
+        traces = [str(run.path) for run in self.runs if run.verb.name == "trace"]
+        known = {
+            "model": shlex.quote(models[-1]) if models else "MODEL",
+            "text": shlex.join(dict.fromkeys(texts)) or "--text FILE",
+            "trace": shlex.quote(traces[0]) if traces else "TRACE",
+        }
+        titles = {tab.name: tab.title for tab in TABS}
+        found: dict[str, str] = {}
+        for name in missing:
+            if commands[name]:
+                found.setdefault(commands[name].format(**known), titles[name])
+        return [{"title": title, "command": command} for command, title in found.items()]
+
+    def leads(self, run: Run, summary: Summary) -> list[Section]:
+        """Return what leads the overview, of every view; of a run inside another that one's picture leads."""
+        if run not in self.roots:
+            return []
+        others = list(summary.views.values())
+        in_order = [*others, summary] if run.verb.opens_last else [summary, *others]
         return [
-            {"name": tab.name, "title": tab.title, "command": tab.command, "sections": sections[tab.name]}
-            for tab in TABS
-            if sections[tab.name] or tab.name != "results"  # of studies alone
+            replace(section, tab="overview", view=shown.view) for shown in in_order for section in shown.lead
         ]
 
     def entry(self, section: Section, prefix: str, run: Run | None = None, view: str = "") -> dict[str, Any]:
@@ -327,8 +367,15 @@ def summary_of(run: Run) -> Summary:
     return run.verb.summary(run)
 
 
-def shown_first(key_numbers: list[KeyNumber], findings: list[str]) -> dict[str, Any]:
-    return {"key_numbers": [plain(asdict(key)) for key in key_numbers], "findings": placed(findings)}
+def shown_first(summary: Summary) -> dict[str, Any]:
+    """Return what leads the overview, also of the summary's other views and of its domains."""
+    return {
+        "verdict": placed([summary.verdict] if summary.verdict else []),
+        "key_numbers": [plain(asdict(key)) for key in summary.key_numbers],
+        "findings": placed(summary.findings),
+        "views": {view: shown_first(other) for view, other in summary.views.items()},
+        "domains": {domain: shown_first(of) for domain, of in summary.domains.items()},
+    }
 
 
 def placed(findings: list[str]) -> list[dict[str, Any]]:
@@ -399,6 +446,18 @@ def drawn(spec: Drawable, tables: Tables, where: str) -> dict[str, Any]:
         ) from error
 
 
+def filled(layers: Iterable[int]) -> tuple[str, ...]:
+    """Return the tabs that need no section: experts are shown where a map has layers."""
+    return ("overview", "methods", *(["experts"] if layers else []))
+
+
+def text_words(command: str) -> list[str]:
+    """Return the options of a command that name its text, each as one word: --text=FILE."""
+    words = shlex.split(command)
+    pairs = itertools.pairwise(words)
+    return [f"{flag}={value}" for flag, value in pairs if flag in ("--text", "--domain", "--token-ids")]
+
+
 def slug(words: str) -> str:
     return "".join(letter if letter.isalnum() else "_" for letter in words)
 
@@ -459,15 +518,32 @@ def first_names(names: list[str]) -> str:
     return listed(names) if len(names) < 4 else f"{names[0]} and {len(names) - 1} more"
 
 
-def shape_words(runs: list[Run]) -> str:
-    """ "26 layers × 64 experts, top 6", from the first run whose coverage says so."""
+def model_words(runs: list[Run]) -> str:
+    """ "mixtral, 26 layers × 64 experts, top 6", as far as the runs know it; "" where they know no shape."""
+    models: list[dict[str, Any]] = []
+    trained = [run.info.get("arguments", {}).get("model") for run in runs]
     for run in runs:
-        for item in run.info.get("coverage") or []:
-            if isinstance(item, dict) and {"layers", "experts_per_layer", "k"} <= set(item):
-                experts = "/".join(map(str, item["experts_per_layer"]))
-                top = "/".join(map(str, item["k"]))
-                return f"{item['layers']} layers × {experts} experts, top {top}"
-    return ""
+        setup = run.info.get("setup") or {}
+        models += [item for item in run.info.get("coverage") or [] if isinstance(item, dict)]
+        trained.append(setup[0] if isinstance(setup, list) else setup)
+    models += [item for item in trained if isinstance(item, dict)]
+    names = {
+        "type": ("model_type", "family", "router"),
+        "layers": ("layers_found", "layers"),
+        "experts": ("experts_per_layer", "experts"),
+        "top": ("k", "top_k"),
+    }
+    known = {
+        key: next((item[name] for item in models for name in of if item.get(name)), None)
+        for key, of in names.items()
+    }
+    if not known["experts"] or not isinstance(known["layers"], int):
+        return ""
+    lists = [value if isinstance(value, list) else [value] for value in (known["experts"], known["top"])]
+    experts, top = ("/".join(map(str, value)) for value in lists)
+    name = f"{known['type']}, " if isinstance(known["type"], str) else ""
+    routed = f", top {top}" if known["top"] else ""
+    return f"{name}{known['layers']} layers × {experts} experts{routed}"
 
 
 def glossary_sections(runs: list[Run]) -> list[dict[str, Any]]:
@@ -494,7 +570,7 @@ def glossary_sections(runs: list[Run]) -> list[dict[str, Any]]:
 
 SCRIPTS = (
     *("core", "state", "versus", "figures", "sections", "strips", "map"),
-    *("experts", "text", "continuations", "methods", "overview", "search", "frame"),
+    *("experts", "text", "continuations", "slots", "methods", "overview", "search", "frame"),
 )
 
 

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import pandas as pd
 
 from moescope.plotting.marks import flags
 from moescope.plotting.style import capital, counted, listed, named_layers, number, values_of
-from moescope.reporting.findings import Number, Said, key_numbers, say_all
+from moescope.reporting.findings import Number, Said, key_numbers, say_all, verdict_of
 from moescope.reporting.pack import plain_table
 from moescope.reporting.views import drawable, shown_table
 from moescope.routing.figures import DECISION, LOAD, MAPS, RIBBON, SEPARATION, SPECIALISED, STEPS
@@ -54,17 +55,20 @@ METRICS, STABILITY = "routing_layers", "stability"
 # fmt: off
 NUMBERS = [
     Number(METRICS, "cv", name="Worst load CV"),
-    Number(METRICS, "max_over_mean", name="Busiest expert"),
     Number(METRICS, "unused", name="Unused experts, worst layer"),
     Number(METRICS, "routing_entropy", pick="smallest", name="Lowest routing entropy"),
     Number(METRICS, "domain_information", name="I(expert; domain)"),
     Number(METRICS, "token_information", name="I(expert; token)"),
 ]
+VERDICT = [
+    Said(METRICS, "cv", only="beyond", text="Load is {degree}, worst in {place}.", otherwise="Load is as even as random routing.", figure="balance_by_layer"),
+    Said(METRICS, "domain_information", only="beyond", pick="largest", text="Specialisation on domains is {degree}, most in {place}.", otherwise="Experts do not specialise on domains beyond permuted labels.", figure="specialisation_by_layer"),
+]
 FINDINGS = [
-    Said(METRICS, "cv", text="Load balance: {size}worst in {place}, CV {value}{interval} ({chance}). All layers: {span}.", figure="balance_by_layer"),
-    Said("domains", "affinity", where="affinity_p == affinity_p and affinity >= 1", only="claimed", pick="largest", group="domain", text="Domain experts, times the mean domain's use: {groups} ({chance}; {count} of {total} uses above it are beyond chance, corrected over all experts, layers and domains).", otherwise="Domain experts: no expert prefers a domain beyond chance (0 of {total} uses above the mean domain's, corrected over all; uncorrected, one of 20 is).", tab="overview", colour="domain_affinity"),
+    Said(METRICS, "cv", text="Load balance: CV {span}, worst in {place}{interval} ({chance}).", figure="balance_by_layer"),
+    Said("domains", "affinity", where="affinity_p == affinity_p and affinity >= 1", only="claimed", pick="largest", group="domain", text="Domain experts (use relative to the mean domain; chance 1): {groups}; {count} of {total} uses above it are beyond chance.", otherwise="Domain experts: no expert prefers a domain beyond chance (0 of {total} uses above the mean domain's, corrected over all; uncorrected, one of 20 is).", tab="overview", colour="domain_affinity"),
     Said("load_totals", "times_even", where="times_even_noise != times_even_noise", pick="largest", text="Busiest expert: {place}, {value} times an even share ({chance}; without documents not judged).", tab="overview", colour="load"),
-    Said("load_totals", "times_even", where="times_even_noise == times_even_noise", only="claimed", pick="largest", text="Experts' load: {size}{count} of {total} differ from an even share beyond chance, most {place}, {value} times it ({chance}).", otherwise="Experts' load: none of {total} differs from an even share beyond chance ({span} times it).", tab="overview", colour="load"),
+    Said("load_totals", "times_even", where="times_even_noise == times_even_noise", only="claimed", pick="largest", text="Load per expert: {count} of {total} differ from an even share beyond chance, most {place}, {value} times it ({chance}).", otherwise="Load per expert: none of {total} differs from an even share beyond chance ({span} times it).", tab="overview", colour="load"),
     Said("load_totals", "tokens", only="unused", text="Unused experts: {count} of {total} got no token: {rows}.", otherwise="All {total} experts got tokens.", tab="overview", colour="load"),
     Said(METRICS, "dropped", where="value > 0", text="Expert capacity was exceeded: in {place} a share of {value} of the expert slots is empty ({chance}).", figure="balance_by_layer"),
     Said(METRICS, "routing_entropy", pick="smallest", text="Routing entropy: {span} nats, lowest in {place} ({chance}).", figure="decisions_by_layer"),
@@ -106,11 +110,6 @@ def step_findings(trace: TraceTables) -> list[str]:
     return say_all(OVER_STEPS, trace.in_main_phase(), TABLES) if len(trace.steps) > 1 else []
 
 
-def trace_findings(trace: TraceTables) -> list[str]:
-    """Changes over the steps, then the findings of the last step in the main phase."""
-    return [*step_findings(trace), *routing_findings(routing_views(trace)[-1])]
-
-
 def which_findings(trace: TraceTables) -> str:
     """ "step 200, the last of 0, 100 and 200; prefill"; empty for one step and phase."""
     steps, words = trace.steps, []
@@ -137,17 +136,43 @@ def summary(run: Run) -> Summary:
         for view in views
     ]
     notices = [text_notice(trace)] if text_notice(trace) else []
-    others = {
-        view.label: (key_numbers(NUMBERS, view.tables, TABLES), routing_findings(view)) for view in views[:-1]
-    }
-    return Summary(
-        coverage,
-        trace_findings(trace),
-        key_numbers(NUMBERS, views[-1].tables, TABLES),
-        glance,
-        notices,
-        views=others,
+    last = view_summary(views[-1])
+    return replace(
+        last,
+        coverage=coverage,
+        findings=[*step_findings(trace), *last.findings],
+        sections=glance,
+        notices=notices,
+        views={view.label: view_summary(view) for view in views[:-1]},
     )
+
+
+def view_summary(view: View) -> Summary:
+    """Verdict, key numbers and findings of a view, and those of each domain of its text."""
+
+    def of(tables: Tables, findings: list[str], **more: Any) -> Summary:
+        verdict = verdict_of(VERDICT, tables, TABLES)
+        return Summary([], findings, key_numbers(NUMBERS, tables, TABLES), verdict=verdict, **more)
+
+    parts = {domain: of_domain(view.tables, domain) for domain in domains_of(view)}
+    domains = {domain: of(tables, say_all(FINDINGS, tables, TABLES)) for domain, tables in parts.items()}
+    figures = drawable([spec for spec in SPECIALISED if spec.name == "specialisation_map"], view.tables)
+    lead = [Section("lead", "", figures=figures)] if figures else []
+    return of(view.tables, routing_findings(view), view=view.label, domains=domains, lead=lead)
+
+
+def domains_of(view: View) -> list[str]:
+    rows = view.tables.get("domains", pd.DataFrame())
+    return sorted(map(str, rows["domain"].unique())) if len(rows) else []
+
+
+def of_domain(tables: Tables, domain: str) -> Tables:
+    """Return what one domain's text shows, as if no other had been read."""
+    metrics, affinity = tables[METRICS], tables["domains"]
+    return {
+        METRICS: metrics[metrics["domain"] == domain].assign(domain=""),
+        "domains": affinity[affinity["domain"] == domain],
+    }
 
 
 def text_notice(trace: TraceTables) -> str:

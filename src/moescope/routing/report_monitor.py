@@ -6,7 +6,7 @@ import pandas as pd
 
 from moescope.errors import BadInput
 from moescope.plotting.style import counted, named_layers, number, span
-from moescope.reporting.findings import Number, Said, say_all
+from moescope.reporting.findings import Number, Said, say_all, verdict_of
 from moescope.reporting.findings import key_numbers as numbers_of
 from moescope.reporting.pack import table_payload
 from moescope.reporting.views import drawable
@@ -14,7 +14,7 @@ from moescope.routing.figures import MONITORED, STEPS, TRAINING
 from moescope.routing.metrics import DIAGNOSTICS
 from moescope.routing.tables import MONITOR_TABLES
 from moescope.run import Run
-from moescope.verb import Finding, KeyNumber, Payload, Section, Selection, Summary, Tables, Verb
+from moescope.verb import Drawable, Finding, KeyNumber, Payload, Section, Selection, Summary, Tables, Verb
 from moescope.verbs import load_verb
 
 # tables of the weights that `scan` may add, defined by the verb of that name
@@ -32,7 +32,7 @@ STEP_COLUMNS = [
 ]
 ALERT_COLUMNS = ["step", "layer", "expert", "kind", "value", "threshold", "message"]
 NUMBERS = [
-    Number("routing_layers", "cv", name="Worst load CV in training"),
+    Number("routing_layers", "cv", name="Worst load CV"),
     Number("routing_layers", "unused", name="Unused experts, worst layer"),
     Number("routing_layers", "routing_entropy", pick="largest", name="Highest routing entropy"),
 ]
@@ -50,6 +50,23 @@ FINDINGS = [
         where="value > 0",
         text="Unused experts at the end of training: in {rows}; a share of {value} in {place} ({chance}).",
         tab="training",
+        figure="balance_by_step",
+    ),
+]
+VERDICT = [
+    Said(
+        "routing_layers",
+        "cv",
+        only="beyond",
+        text="Load is {degree}, worst in {place}.",
+        otherwise="Load is as even as random routing.",
+        figure="balance_by_step",
+    ),
+    Said(
+        "routing_layers",
+        "cv",
+        where="extreme_limit.isna() and low.isna()",
+        text="Worst load CV: {value}, {place} ({chance}).",
         figure="balance_by_step",
     ),
 ]
@@ -129,6 +146,16 @@ def load_findings(run: Run, reason: str = "") -> list[str]:
     return say_all(FINDINGS, last_tables(run), MONITOR_TABLES)
 
 
+def load_verdict(run: Run) -> Finding:
+    """Say how even the load is at the last step."""
+    return verdict_of(VERDICT, last_tables(run), MONITOR_TABLES)
+
+
+def load_figures(run: Run) -> list[tuple[Drawable, Tables]]:
+    """Return load balance over the steps."""
+    return drawable(STEPS[:1], {"routing_layers": rows_of(run, "routing_layers")})
+
+
 def alert_findings(run: Run) -> list[str]:
     alerts = rows_of(run, "alerts")
     if not len(alerts):
@@ -163,7 +190,9 @@ def summary(run: Run) -> Summary:
     coverage = [f"{run.info['model_type']}: {layers} of {experts} experts, monitored in training{steps}"]
     status = run.info["status"]
     unfinished = [] if status == "done" else [f"This training is {status}; the report shows what is written."]
-    return Summary(coverage, [*load_findings(run), *alert_findings(run), *unfinished], key_numbers(run))
+    findings = [*load_findings(run), *alert_findings(run), *unfinished]
+    lead = [Section("lead", "", figures=load_figures(run))]
+    return Summary(coverage, findings, key_numbers(run), verdict=load_verdict(run), lead=lead)
 
 
 def key_numbers(run: Run) -> list[KeyNumber]:

@@ -48,14 +48,14 @@ NAMED_AT_MOST = 5  # examples spelled out in one sentence
 NEAREST = 3  # experts on the page of one
 FEWEST_TESTED = 4  # experts: 3 have 6 pairings, so that no p can be below 1/6
 VERDICTS = TABLES["alignment_tests"].column("verdict").names
-COLLAPSED = "k == 1 and (cosine > 0.7 or cosine < -0.7)"
+ONE_DIRECTION = "k == 1 and (cosine > 0.7 or cosine < -0.7)"
+COLLAPSED = 0.7  # least overlap of the leading subspaces over all k
 FINDS = ("finds its own expert", "does not find its own expert")
 # fmt: off
 SMALL_K = "verdict == 'identifying' and last_good_k <= last_k / 4 and last_accuracy < 0.5"
 COMMON = "router == 'raw' and common_share > 0.25 and common_share > 2 * common_share_chance"
 OF_PAIRING = [
     Number("alignment_tests", "best_accuracy", pick="median", name="Accuracy at best k, median layer"),
-    Number("ambiguity", "absolute_score", pick="median", name="Absolute ambiguity, median layer"),
 ]
 OF_COSINES = [Number("orthogonality", "mean_abs", where="k == 1", pick="median", name="Mean |cos| of experts, median layer")]
 OF_RANKS = [Number("spectra_layers", "effective_rank_median", pick="median", name="Effective rank, median layer")]
@@ -240,9 +240,15 @@ def stack(parts: list[View], labels: list[str] | None = None) -> Tables:
 
 
 def summary(run: Run) -> Summary:
-    """Key numbers and findings of a scan, and its table of layers per view."""
+    """Verdict, key numbers and findings of a scan, and its table of layers per view."""
     all_views = views(run)
     found = {view.label: findings(view) for view in all_views}
+    others = {
+        view.label: Summary(
+            [], found[view.label], numbers_of(view), verdict=verdict(view), lead=lead(view), view=view.label
+        )
+        for view in all_views[1:]
+    }
     details = {
         "views": [
             {
@@ -277,8 +283,39 @@ def summary(run: Run) -> Summary:
         numbers_of(all_views[0]),
         tables,
         details=details,
-        views={view.label: (numbers_of(view), found[view.label]) for view in all_views[1:]},
+        verdict=verdict(all_views[0]),
+        lead=lead(all_views[0]),
+        view=all_views[0].label if others else "",
+        views=others,
     )
+
+
+def verdict(view: View) -> Finding:
+    """Whether router rows match their own experts, and in how many layers."""
+    if not view.has_rows:
+        missing = next(words for item in coverages(view.run) if (words := item.without_rows()))
+        return Finding(capital(f"{missing}."), figure="ranks_by_layer")
+    shown, (count, level, _) = view.verdicts(shown=True), claims(view)
+    layers, place = counted(len(view.layers), "layer"), "identification_by_k"
+    if set(shown) == {"untested"}:
+        text = "Too few experts to test whether routers match them: 3 experts have 6 pairings."
+    elif not count:
+        text = f"Routers look random: 0 of {layers} above chance."
+    else:
+        chance = "" if np.isnan(level) else f" (any by chance: p ≤ {number(level)})"
+        pairs = named_layers(shown["identifying"]) if "identifying" in shown else "no layer"
+        text = f"Routers match their experts in {count} of {layers}, one-to-one in {pairs}{chance}."
+        if "permuted" in shown:
+            text += f" Experts are stored in another order in {named_layers(shown['permuted'])}."
+            place = "pair_matrix"
+    return Finding(text, figure=place)
+
+
+def lead(view: View) -> list[Section]:
+    """Return the pairing of the first layer whose experts are stored in another order; else the map leads."""
+    permuted = view.verdicts().get("permuted", [])[:1] if view.has_rows else []
+    figures = drawable([NAMED["pair_matrix"]], dict(view.by_layer())[permuted[0]]) if permuted else []
+    return [Section("lead", "", figures=figures)] if figures else []
 
 
 def coverages(run: Run) -> list[Coverage]:
@@ -301,12 +338,11 @@ def numbers_of(view: View) -> list[KeyNumber]:
         numbers = [KeyNumber(named, count, chance, unit, word, "chance of one or more, at most", n)]
     numbers += key_numbers([*OF_PAIRING, *OF_COSINES], view.tables, TABLES)
     if len(cosines := view.first_cosines):
-        collapsed, expected, pairs = (
-            cosines[name].sum() for name in ("n_pairs_above_0_7", "expected_above_0_7", "n_pairs")
-        )
+        collapsed = len(collapsed_pairs(view))
+        expected, pairs = (cosines[name].sum() for name in ("expected_above_0_7", "n_pairs"))
         of, word = (f"of {pairs:,.0f}" if pairs else ""), "redundant" if collapsed else "distinct"
         chance = float(expected) if pairs else None
-        numbers.append(KeyNumber("Collapsed expert pairs", int(collapsed), chance, of, word))
+        numbers.append(KeyNumber("Collapsed expert pairs", collapsed, chance, of, word))
     return [*numbers, *key_numbers(OF_RANKS, view.tables, TABLES)]
 
 
@@ -372,7 +408,7 @@ def headline(all_views: list[View], of_first: list[str]) -> list[str]:
     others = [view for view in judged if differing[view.label]]
     for view in others[:NAMED_AT_MOST]:
         text = f"{capital(view.label)} differs in {named_layers(differing[view.label])}: "
-        text += lower(verdict_sentence(view))
+        text += lower(verdict(view))
         same_matrix = all(view.keys[key] == first.keys[key] for key in ("step", "matrix"))
         if same_matrix:
             text += " A softmax ignores a vector common to all router rows: the centered view counts."
@@ -434,16 +470,13 @@ def findings(view: View) -> list[str]:
 
 
 def verdict_sentence(view: View) -> str:
-    """How many layers are above chance, which ones, and how strongly."""
-    shown, (count, level, word) = view.verdicts(shown=True), claims(view)
+    """Which layers are above chance, and how strongly."""
+    shown = view.verdicts(shown=True)
     parts = [f"{words}: {named_layers(shown[name])}" for name, words in VERDICTS.items() if name in shown]
     which = capital("; ".join(parts))
     if set(shown) == {"untested"}:
         return f"{which}. 3 experts have only 6 pairings, so no p can be below 1/6."
-    random = "Router rows look random: " if word == "at chance" else ""
-    chance = "" if np.isnan(level) else f" (one or more by chance: probability at most {number(level)})"
-    of_layers = f"{count} of {len(view.layers)} layers above chance"
-    return f"{random}{of_layers}{chance}. {which}. {strength(view)}"
+    return f"{which}. {strength(view)}"
 
 
 def strength(view: View) -> str:
@@ -485,29 +518,45 @@ def order_words(layer: int, order: dict[str, Any], most: int = 8) -> str:
     )
 
 
-def collapsed_pairs(view: View) -> list[dict[str, Any]]:
-    """Pairs with |cos| above 0.7, the closest first."""
-    if "similarity" not in view.tables:
+def close_pairs(tables: Tables) -> list[dict[str, Any]]:
+    """Pairs that share their leading direction (|cos| above 0.7), the closest first.
+
+    `overlap` is the least over all k; `collapsed` where it is high too: one direction makes no equal experts.
+    """
+    if "similarity" not in tables:
         return []
-    close = view.tables["similarity"].query(COLLAPSED).sort_values("cosine", key=lambda c: -c.abs())
-    kinds = {"layer": int, "expert_a": int, "expert_b": int, "cosine": float}
-    return [{name: kind(row[name]) for name, kind in kinds.items()} for _, row in close.iterrows()]
+    keys = {"layer": int, "expert_a": int, "expert_b": int}
+    close = tables["similarity"].query(ONE_DIRECTION).sort_values("cosine", key=lambda c: -c.abs())
+    least = tables["similarity"].merge(close[[*keys]]).groupby([*keys])["overlap"].min().rename("least")
+    close = close.join(least, on=[*keys])
+    kinds = {**keys, "cosine": float, "least": float}
+    pairs = [{name: kind(row[name]) for name, kind in kinds.items()} for _, row in close.iterrows()]
+    return [{**pair, "collapsed": not pair["least"] <= COLLAPSED} for pair in pairs]
+
+
+def collapsed_pairs(view: View) -> list[dict[str, Any]]:
+    return [pair for pair in close_pairs(view.tables) if pair["collapsed"]]
+
+
+def pair_words(pair: dict[str, Any]) -> str:
+    cosine, overlap = number(abs(pair["cosine"])), number(pair["least"])
+    experts = f"L{pair['layer']} E{pair['expert_a']} and E{pair['expert_b']}"
+    return f"{experts} (|cos| {cosine}, overlap from {overlap})"
 
 
 def redundancy_finding(view: View) -> Finding:
-    rows, close = view.first_cosines, collapsed_pairs(view)
-    named = [
-        f"{pair['expert_a']} and {pair['expert_b']} of layer {pair['layer']} ({number(abs(pair['cosine']))})"
-        for pair in close
-    ]
+    rows, close = view.first_cosines, close_pairs(view.tables)
+    collapsed, sharing = (
+        [pair_words(pair) for pair in close if pair["collapsed"] == same] for same in (True, False)
+    )
     place = {"figure": "cosine_heatmap", "layer": close[0]["layer"]} if close else {}
     redundant, pairs, expected = (
         rows[name].sum() for name in ("n_pairs_above_0_3", "n_pairs", "expected_above_0_3")
     )
-    start = f"Collapsed experts (|cos| above 0.7): {examples(named, 2) if named else 'none'}"
-    text = (
-        f"{start}; {int(redundant):,} of {int(pairs):,} pairs are above 0.3 (expected of random directions: "
-    )
+    start = f"Collapsed experts: {examples(collapsed, 2) if collapsed else 'none'}"
+    if sharing:
+        start += f"; sharing only the leading direction: {counted(len(sharing), 'pair')}, most {sharing[0]}"
+    text = f"{start}; |cos| is above 0.3 in {int(redundant):,} of {int(pairs):,} pairs (random directions: "
     text += f"{number(expected)} pairs)." if pairs else "unknown)."
     return Finding(text, **{"figure": "orthogonality_by_layer", **place})
 
@@ -610,7 +659,7 @@ def expert_parts(view: View, layer: int, tables: Tables) -> Parts:
     if len(cosines):
         first = cosines[cosines["layer"] == layer].iloc[0]
         mean, chance = number(first["mean_abs"]), number(first["chance"])
-        collapsed = counted(int(first["n_pairs_above_0_7"]), "collapsed pair")
+        collapsed = counted(sum(pair["collapsed"] for pair in close_pairs(tables)), "collapsed pair")
         line = f"mean |cos| {mean} (chance: {chance}), {collapsed}, {line}"
         words = [
             f"Top singular vectors of two experts of layer {layer}: mean |cos| {mean} (chance: {chance}), "
@@ -623,10 +672,14 @@ def expert_parts(view: View, layer: int, tables: Tables) -> Parts:
 
 
 def collapsed_words(tables: Tables) -> list[str]:
-    """One sentence on the layer's collapsed pairs, at most eight; nothing if there are none."""
-    close = tables["similarity"].query(COLLAPSED).head(8)
-    named = [f"{row.expert_a} and {row.expert_b} ({number(abs(row.cosine))})" for row in close.itertuples()]
-    return [f"Collapsed pairs, by |cos| of their top singular vectors: {listed(named)}."] if named else []
+    """One sentence on the layer's closest pairs, at most eight; nothing if there are none."""
+    pairs = close_pairs(tables)[:8]
+    kinds = {True: "Collapsed pairs", False: "Pairs that share only their leading direction"}
+    return [
+        f"{words}: {listed(named)}."
+        for same, words in kinds.items()
+        if (named := [pair_words(pair) for pair in pairs if pair["collapsed"] == same])
+    ]
 
 
 def setup_facts(view: View, layer: int, tables: Tables) -> dict[str, str]:

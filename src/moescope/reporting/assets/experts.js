@@ -164,13 +164,14 @@ M.experts = (() => {
       if (state.tab !== "experts") return;
       const mine = ++latest;
       await M.map.ready;
-      const layer = M.selected.layer(M.map.candidates()[0]?.layers ?? M.data.layers);
+      const first = state.expert === undefined && state.layer === undefined ? M.overview.remarkable() : null;
+      const layer = first?.layer ?? M.selected.layer(M.map.candidates()[0]?.layers ?? M.data.layers);
       const last = M.map.experts(layer) - 1;
-      const expert = Math.min(state.expert ?? 0, last);
+      const expert = first?.expert ?? Math.min(state.expert ?? 0, last);
       const input = make("input", { type: "number", min: 0, max: last, value: expert, "aria-label": "Expert" });
       input.addEventListener("change", () => M.state.set({ layer, expert: Math.min(Math.max(Math.round(Number(input.value)) || 0, 0), last) }));
       const parts = await columns(layer, expert, input);
-      if (mine === latest) container.replaceChildren(make("div", { class: "expert-columns" }, ...parts));
+      if (mine === latest) container.replaceChildren(first?.why ? make("p", { class: "why" }, `Shown first: ${first.why}`) : "", make("div", { class: "expert-columns" }, ...parts));
     };
     M.state.onChange(draw);
     return draw();

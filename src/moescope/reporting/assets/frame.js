@@ -3,7 +3,6 @@
   const { make } = M;
   const { roots, tabs, views, layers } = M.data;
   const main = document.getElementById("main");
-  const filled = (tab) => ["overview", "methods"].includes(tab.name) || tab.sections.length > 0 || (tab.name === "experts" && layers.length > 0);
 
   // ---- header: every select shows a value of the state and changes it
   const shown = [];
@@ -42,7 +41,7 @@
     for (const selector of views) controls.push(...viewSelects(selector));
     if (M.data.domains.length > 1) controls.push(select("Domain", "domain", M.data.domains.map((domain) => [domain, domain]), { none: "all", read: M.selected.domain }));
     if (layers.length) controls.push(select("Layer", "layer", layers.map((layer) => [layer, layer]), { none: "all" }));
-    document.getElementById("top").append(make("a", { class: "brand", href: "#/overview" }, "moescope"), make("strong", { class: "model" }, M.data.title), make("span", { class: "soft" }, M.data.shape),
+    document.getElementById("top").append(make("a", { class: "brand", href: "#/overview" }, "moescope"), make("strong", { class: "model" }, M.data.title),
       make("span", { class: "space" }), ...controls, M.search());
   }
   const showSelections = (state) => shown.forEach((show) => show(state));
@@ -55,16 +54,22 @@
     const copy = make("button", { type: "button", onclick: () => M.copy(location.href, copy) }, "Copy link");
     const print = make("button", { type: "button", id: "print", title: "Print the overview and this tab", onclick: M.print }, "Print");
     const theme = make("button", { type: "button", id: "theme", title: "Light or dark", "aria-label": "Switch between light and dark", onclick: M.theme.toggle }, "◐");
-    bar.append(menu, ...tabs.map((tab) => make("a", { "data-tab": tab.name, class: filled(tab) ? null : "empty" }, tab.title)), make("span", { class: "tools" }, copy, print, theme));
+    bar.append(menu, ...tabs.map((tab) => make("a", { "data-tab": tab.name }, tab.title)), adding(), make("span", { class: "tools" }, copy, print, theme));
   }
-  function empty(tab) {
-    return make("div", { class: "empty-tab" }, make("h2", {}, `${tab.title}: no data in this report`), make("p", {}, "This command fills it:"), make("pre", { class: "command" }, tab.command));
+  // what this report lacks, with the commands that make it from this run's model and text
+  function adding() {
+    if (!M.data.add.length) return "";
+    const item = ({ title, command }) => {
+      const copy = make("button", { type: "button", onclick: () => M.copy(command, copy) }, "Copy");
+      return make("div", {}, make("h4", {}, title, " ", copy), make("pre", { class: "command" }, command));
+    };
+    const box = make("div", { class: "adding" }, ...M.data.add.map(item), make("p", { class: "soft" }, `Then show both: ${M.data.report}`));
+    return make("details", { class: "add" }, make("summary", {}, "Add to this report ▾"), box);
   }
   async function build(tab, panel) {
     if (tab.name === "overview") return M.overview.panel(panel);
     if (tab.name === "methods") return M.fillMethods(panel);
-    if (tab.name === "experts" && filled(tab)) return M.experts.page(panel);
-    if (!filled(tab)) return panel.append(empty(tab));
+    if (tab.name === "experts") return M.experts.page(panel);
     const more = make("div", { class: "findings-box" });
     panel.findings = () => more.replaceChildren(...M.overview.findingsOf(tab.name));
     panel.append(more, ...tab.sections.map((entry) => M.sections.element(entry)));
@@ -124,6 +129,8 @@
     M.figures.fit();
     window.print();
   };
+  // the browser's own key prints the same pages as the button, which waits until all are drawn
+  document.addEventListener("keydown", (event) => { if ((event.ctrlKey || event.metaKey) && event.key === "p") { event.preventDefault(); M.print(); } });
   window.addEventListener("beforeprint", beforePrint);
   window.addEventListener("afterprint", afterPrint);
 

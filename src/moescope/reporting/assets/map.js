@@ -4,7 +4,7 @@ M.map = (() => {
   const SEQUENTIAL = ["#440154", "#3b528b", "#21918c", "#5ec962", "#fde725"];
   const LABEL = 44, TOP = 4, AXIS = 22, BELOW = 90, SMALLEST = 9;
   let data = null, geometry = null, cursor = null;
-  let canvas, tip, title, caption, legend, colour, sort, beyond, unknown, frame;
+  let canvas, tip, title, caption, legend, colour, sort, beyond, unknown, frame, cue;
 
   // ---- what is drawn
   function candidates() {
@@ -14,7 +14,8 @@ M.map = (() => {
     const all = candidates();
     const wanted = M.state.get().colour;
     const domain = M.selected.domain();
-    return all.find((measure) => measure.name === wanted && (!measure.domain || measure.domain === domain)) ?? all.find((measure) => !measure.domain && other(measure)) ?? all[0] ?? null;
+    const ofDomain = wanted ? null : all.find((measure) => domain !== null && measure.domain === domain);
+    return ofDomain ?? all.find((measure) => measure.name === wanted && (!measure.domain || measure.domain === domain)) ?? all.find((measure) => !measure.domain && other(measure)) ?? all[0] ?? null;
   }
   // the same measure of the run to compare with
   function other(measure) {
@@ -94,6 +95,7 @@ M.map = (() => {
     canvas.width = Math.round(width * dense);
     canvas.height = Math.round(height * dense);
     const pen = canvas.getContext("2d");
+    cue.hidden = width <= room;
     pen.scale(dense, dense);
     pen.font = `11px ${getComputedStyle(document.body).fontFamily}`;
     const scale = scaleOf(measure);
@@ -256,8 +258,9 @@ M.map = (() => {
     canvas.addEventListener("click", (event) => { const cell = cellAt(event); point(null); if (cell) { cursor = null; open(cell); } });
     canvas.addEventListener("keydown", key);
     canvas.addEventListener("blur", () => { cursor = null; point(null); draw(); });
+    cue = make("p", { class: "cue", hidden: true }, "Swipe the map for more experts →");
     const controls = make("div", { class: "controls" }, make("label", {}, "Colour", colour), make("label", {}, "Experts", sort), make("label", {}, beyond, make("span", {})), unknown);
-    return make("section", { class: "map", hidden: data.measures.length === 0 }, title, caption, controls, frame, legend);
+    return make("section", { class: "map", hidden: data.measures.length === 0 }, title, caption, controls, cue, frame, legend);
   }
   // where the map scrolls in its frame, the selected cell is scrolled into view
   function reveal() {

@@ -8,8 +8,11 @@ M.overview = (() => {
   const names = (numbers) => [...new Set(numbers.map((index) => short(M.data.roots[runs[index].root])))].join(", ");
   const tag = (numbers) => (M.selected.alike.length > 1 ? make("span", { class: "run-tag" }, names(numbers)) : null);
 
-  // a run's summary, of the selected view where it has one of its own
-  const summaryOf = (index) => ({ ...runs[index], index, ...(runs[index].views[M.selected.view(runs[index].verb)] ?? {}) });
+  // a run's summary, of the selected view and domain where it has one of its own
+  function summaryOf(index) {
+    const of = runs[index].views[M.selected.view(runs[index].verb)] ?? runs[index];
+    return { ...runs[index], index, ...of, ...(of.domains[M.selected.domain()] ?? {}) };
+  }
   // of every verb the selected run, then the one to compare with
   function shown() {
     return [...M.selected.verbs.keys()].map((verb) => {
@@ -18,24 +21,45 @@ M.overview = (() => {
     });
   }
 
-  // ---- key numbers: value, bar with the chance mark, one word; of two runs side by side
-  function card(keys) {
-    const known = keys.flatMap(({ key }) => key ?? []);
-    const { name, unit } = known[0];
-    const top = Math.max(...known.flatMap((key) => [key.most ?? 0, Math.abs(key.value), key.chance ?? 0]), 1e-12);
-    const part = (value) => `${(100 * Math.min(Math.abs(value), top)) / top}%`;
-    const column = ({ key, run }) => make("div", {}, keys.length > 1 ? tag([run]) : null,
-      make("div", { class: "value" }, M.number(key?.value), keys.length > 1 ? null : make("small", {}, unit)),
-      key && make("span", { class: "bar" }, make("i", { style: `width:${part(key.value)}` }), key.chance === null ? null : make("u", { class: "chance", style: `left:${part(key.chance)}` })),
-      key && make("div", { class: "words" }, key.word ? make("b", {}, key.word) : null, key.chance === null ? null : ` ${key.reference} ${M.number(key.chance)}`));
-    return make("div", { class: "card" }, make("div", { class: "name" }, keys.length > 1 && unit ? `${name}, ${unit}` : name), make("div", { class: "columns" }, ...keys.map(column)));
+  // ---- the verdict: one sentence per verb, of two runs that are compared the one on both, where there is one
+  const compares = () => M.selected.root("vs") !== null;
+  function verdicts() {
+    const both = compares() ? together.slice(0, 1).map((entry) => ({ ...entry, place: { tab: entry.tab, ...entry.place } })) : [];
+    const each = shown().flat().flatMap((run) => run.verdict.map(({ text, place }) => ({ text, of: [run.index], place: { tab: run.tab, ...place } })));
+    return (both.length ? both : each).map(({ text, of, place }) => make("p", {}, of ? tag(of) : null, make("a", { href: M.state.link({ layer: null, expert: null, colour: null, figure: null, section: null, ...place }) }, text)));
   }
+
+  // ---- key numbers: value, bar with the chance mark, one word
+  function card([{ key }]) {
+    const { name, unit, value, chance, word, reference } = key;
+    const top = Math.max(key.most ?? 0, Math.abs(value), chance ?? 0, 1e-12);
+    const part = (size) => `${(100 * Math.min(Math.abs(size), top)) / top}%`;
+    return make("div", { class: "card" }, make("div", { class: "name" }, name), make("div", { class: "value" }, M.number(value), make("small", {}, unit)),
+      make("span", { class: "bar" }, make("i", { style: `width:${part(value)}` }), chance === null ? null : make("u", { class: "chance", style: `left:${part(chance)}` })),
+      make("div", { class: "words" }, word ? make("b", {}, word) : null, chance === null ? null : ` ${reference} ${M.number(chance)}`));
+  }
+  // At most five, each quantity once: the verbs take turns. Of two runs every number that both have, on one scale.
   function keyNumbers() {
-    const groups = shown().map((pair) => pair[0].key_numbers.map((key) => pair.map((run) => ({ key: run.key_numbers.find((item) => item.name === key.name), run: run.index })))).filter((group) => group.length);
-    // several verbs share the first row, equally many cards each; what both runs have comes first
-    const each = Math.max(2, Math.floor(6 / groups.length));
-    const lacking = (keys) => keys.filter(({ key }) => !key).length;
-    return groups.flatMap((group) => group.toSorted((a, b) => lacking(a) - lacking(b)).slice(0, each)).slice(0, 6).map(card);
+    const groups = shown().map((pair) => pair[0].key_numbers.map((key) => pair.map((run) => ({ key: run.key_numbers.find((item) => item.name === key.name), run: run.index }))));
+    const cards = new Map();
+    for (let turn = 0; groups.some((group) => group.length > turn); turn++) for (const group of groups) if (group[turn] && !cards.has(group[turn][0].key.name)) cards.set(group[turn][0].key.name, group[turn]);
+    const known = [...cards.values()].filter((keys) => keys.every(({ key }) => key));
+    return compares() ? [dumbbells(known.filter((keys) => keys.length > 1).slice(0, MOST_ROWS))] : known.slice(0, 5).map(card);
+  }
+  const MOST_ROWS = 10;
+  function dumbbells(rows) {
+    const sides = names(rows[0]?.map(({ run }) => run) ?? []).split(", ").sort(); // as figures colour runs
+    const dot = (run, more = {}) => make("i", { class: `dot side${sides.indexOf(names([run]))}`, ...more });
+    const lines = rows.map((keys) => {
+      const { name, unit, chance, reference, most } = keys[0].key;
+      const values = keys.map(({ key }) => key.value);
+      const [low, high] = [Math.min(0, ...values), Math.max(most ?? 0, chance ?? 0, ...values, 1e-12)];
+      const at = (value) => `left:${(100 * (value - low)) / (high - low)}%`;
+      const track = make("span", { class: "bar" }, chance === null ? null : make("u", { class: "chance", style: at(chance), title: `${reference} ${M.number(chance)}` }), ...keys.map(({ key, run }) => dot(run, { style: at(key.value) })));
+      return make("tr", {}, make("th", { scope: "row" }, name, unit ? make("small", {}, ` ${unit}`) : null), make("td", { class: "track" }, track), ...values.map((value) => make("td", {}, M.number(value))), make("td", {}, M.number(values[1] - values[0])));
+    });
+    const heads = rows.length ? rows[0].map(({ run }) => make("th", { scope: "col" }, dot(run), names([run]))) : [];
+    return make("table", { class: "dumbbells" }, make("thead", {}, make("tr", {}, make("td", {}), make("td", { class: "track" }), ...heads, make("th", { scope: "col", title: "second minus first" }, "Δ"))), make("tbody", {}, ...lines));
   }
 
   // ---- findings
@@ -63,7 +87,7 @@ M.overview = (() => {
   // The findings of the selected runs: at most five that stand first, and the rest.
   function ordered() {
     const pairs = shown();
-    const compared = M.selected.root("vs") !== null ? together.map(({ text, place, tab }) => [{ head: headOf(text), text, place: { tab, ...place }, run: null }]) : [];
+    const compared = compares() ? together.slice(1).map(({ text, place, tab }) => [{ head: headOf(text), text, place: { tab, ...place }, run: null }]) : [];
     // what compares the runs stands for what each says under the same head
     const heads = new Set(compared.map(([entry]) => entry.head));
     const lists = pairs.map(items);
@@ -88,8 +112,8 @@ M.overview = (() => {
     return [make("details", { class: "warnings", open: lines.size < 3 && alone() }, make("summary", {}, `${lines.size} ${lines.size === 1 ? "warning" : "warnings"}`), make("ul", {}, ...list))];
   }
   // of two runs the boxes are folded: both runs' key numbers, map and findings come first
-  const alone = () => M.selected.root("vs") === null;
-  const notice = ({ text, runs: of }) => make("details", { class: "notice", role: "note", open: alone() }, make("summary", {}, tag(of), "Before you pass this page on"), text);
+  const alone = () => !compares();
+  const notice = ({ text, runs: of }) => make("details", { class: "notice", role: "note", open: alone() }, make("summary", {}, tag(of), "Contains your text"), text);
   function coverage() {
     const lines = shown().flat().flatMap((run) => run.coverage.map((words) => make("p", {}, tag([run.index]), words)));
     return make("details", { class: "coverage" }, make("summary", {}, "What was read"), ...lines);
@@ -101,21 +125,42 @@ M.overview = (() => {
     return mine.length ? [make("details", { class: "tab-findings", open: mine.length < 4 }, make("summary", {}, `${mine.length} more ${mine.length === 1 ? "finding" : "findings"}`), make("ul", {}, ...mine.map(line)))] : [];
   }
 
+  // The expert to show first: that of the first finding about one that gets tokens, else the map's most extreme one.
+  function remarkable() {
+    const [measure] = M.map.candidates();
+    const load = M.map.candidates().find(({ name }) => name === "load");
+    const alive = (layer, expert) => !load || (load.value[load.layers.indexOf(layer)]?.[expert] ?? 1) > 0;
+    const { some, rest } = ordered();
+    for (const [{ text, place: { layer, expert } }] of [...some, ...rest]) if (expert !== undefined && alive(layer, expert)) return { layer, expert, why: text };
+    const cells = (measure?.layers ?? []).flatMap((layer, row) => measure.value[row].map((value, expert) => ({ layer, expert, value })));
+    const known = cells.filter(({ layer, expert, value }) => value !== null && alive(layer, expert)).sort((a, b) => a.value - b.value);
+    const middle = measure?.middle ?? known[known.length >> 1]?.value;
+    const [least, most] = [known[0], known.at(-1)];
+    const end = most && middle - least.value > most.value - middle ? least : most;
+    return end ? { ...end, why: `${measure.title} is ${end === most ? "highest" : "lowest"}: ${M.number(end.value)} ${measure.unit}` } : { layer: M.data.layers[0], expert: 0, why: "" };
+  }
+
   async function fillOverview(panel) {
+    const verdict = make("div", { class: "verdicts" });
     const cards = make("div", { class: "cards" });
     const list = make("div", { class: "findings-box" });
+    const row = make("div", { class: "overview-row" });
     const fill = () => {
+      row.classList.toggle("compared", compares());
+      verdict.replaceChildren(...verdicts());
       cards.replaceChildren(...keyNumbers());
       list.replaceChildren(...findings(), ...warnings(), ...notices.map(notice), coverage());
     };
     const map = await M.map.element();
     const below = make("div", { class: "below-map" }, ...tabs[0].sections.map((entry) => M.sections.element(entry)));
     const charts = tabs[0].sections.some((entry) => entry.figures?.length);
-    const place = make("div", { class: "map-place" + (charts && !map.hidden ? " with-charts" : "") }, map, below);
-    panel.append(make("div", { class: "overview-row" }, make("div", {}, cards, place), list));
+    const leads = tabs[0].sections.some((entry) => entry.id === "lead");
+    const place = make("div", { class: "map-place" + (charts && !map.hidden ? " with-charts" : "") }, ...(leads ? [below, map] : [map, below]));
+    row.append(cards, list, place);
+    panel.append(verdict, row);
     panel.below = below;
     fill();
     M.state.onChange(fill);
   }
-  return { panel: fillOverview, findingsOf };
+  return { panel: fillOverview, findingsOf, remarkable };
 })();
