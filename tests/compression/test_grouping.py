@@ -91,6 +91,12 @@ def test_random_groups_have_the_sizes_asked_for_and_follow_the_seed():
     assert len({deal(seed).groups for seed in range(20)}) > 15
 
 
+def test_random_groups_stay_within_routing_groups():
+    for seed in range(10):
+        ours = random_groups(8, [3, 1, 2, 2], np.random.default_rng(seed), first, n_groups=2)
+        assert all(max(group) < 4 or min(group) >= 4 for group in ours.groups)
+
+
 def test_every_pair_is_dealt_together_about_equally_often():
     rng = np.random.default_rng(0)
     together = np.zeros((6, 6))

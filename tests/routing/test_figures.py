@@ -320,6 +320,26 @@ def test_a_slow_method_is_drawn_where_there_are_enough_experts(experts, best):
 # --- steps, names
 
 
+def test_maps_are_sized_by_load_and_coloured_by_the_domain_of_highest_affinity():
+    tables = wide(methods=("pca",))
+    figure = MAPS[0].draw(tables)
+    PlotlyFigure({"data": figure.data, "layout": figure.layout})
+    per = figure.slider.per_value
+    first = {trace["name"]: trace["text"] for trace in figure.data[:per]}
+    assert first["no token"] == ["0"]
+    assert first["code"] == [str(expert) for expert in range(6, 12)]
+    assert first["prose"] == [str(expert) for expert in range(1, 6)]
+    sizes = next(trace for trace in figure.data if trace["name"] == "code")["marker"]["size"]
+    np.testing.assert_allclose(sizes, np.clip(11 * np.sqrt(np.arange(6, 12) / 5.5), 4, 40))
+    rows = tables["maps"].query("of == 'router' and layer == 0")
+    apart = np.hypot(*(rows[axis].to_numpy()[:, None] - rows[axis].to_numpy() for axis in "xy"))
+    np.fill_diagonal(apart, np.inf)
+    assert (apart.argmin(axis=1) % 3 == np.arange(12) % 3).all()
+    share = rows["neighbours"].iloc[0]
+    assert f"neighbours preserved: {share:.3g} (at random: 0.455)" in figure.slider.captions[0]
+    assert set(tables["maps"].query("of == 'outputs'")["expert"]) == set(range(12)) - {5}
+
+
 def test_earlier_names_of_figures_answer_at_their_page(traced_run):
     for name, page in {
         "cv_by_layer": "CV",
