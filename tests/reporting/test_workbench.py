@@ -210,11 +210,11 @@ def test_the_map_sorts_by_load_and_by_cluster_and_a_link_keeps_the_order(opened,
     for layer, order in enumerate(shown_orders(page)):
         tokens = load[load["layer"] == layer].groupby("expert")["tokens"].sum()
         assert tokens[order].is_monotonic_decreasing
-    page.locator("label:has-text('only: beyond chance') input").check()
+    page.locator("label:has-text('highlight: beyond chance') input").check()
     orders = shown_orders(page)
     page = opened("trace", page.evaluate("location.hash"))
     expect(page.locator("select[aria-label='Order of experts']")).to_have_value("load")
-    expect(page.locator("label:has-text('only: beyond chance') input")).to_be_checked()
+    expect(page.locator("label:has-text('highlight: beyond chance') input")).to_be_checked()
     assert shown_orders(page) == orders
 
     page = opened("scan", "#/overview?sort=cluster")
@@ -254,8 +254,8 @@ def test_cells_beyond_chance_are_outlined_and_the_others_fade(opened, traced_run
     beyond = [bool(cell) for row in page.evaluate("M.map.shown().beyond") for cell in row]
     layout = page.evaluate("M.map.layout()")
     before = pixels(page.locator("canvas"))
-    page.locator("label:has-text('only: beyond chance') input").check()
-    expect(page.locator("label:has-text('only: beyond chance') input")).to_be_checked()
+    page.locator("label:has-text('highlight: beyond chance') input").check()
+    expect(page.locator("label:has-text('highlight: beyond chance') input")).to_be_checked()
     after = pixels(page.locator("canvas"))
     outlined = []
     for row in range(3):

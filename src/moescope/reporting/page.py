@@ -212,9 +212,9 @@ class Page:
             for run in group:
                 summary = self.summaries[run.path]
                 for section in [
-                    *self.leads(run, summary),
                     *summary.sections,
-                    *verb.sections(run, Selection()),
+                    *verb.sections(run, Selection()),  # their order is that of the views
+                    *self.leads(run, summary),
                 ]:
                     tab = section.tab or verb.tab or "overview"
                     if tab != "overview" or not compared:
@@ -249,10 +249,10 @@ class Page:
         """Return what leads the overview, of every view; of a run inside another that one's picture leads."""
         if run not in self.roots:
             return []
-        others = list(summary.views.values())
-        in_order = [*others, summary] if run.verb.opens_last else [summary, *others]
         return [
-            replace(section, tab="overview", view=shown.view) for shown in in_order for section in shown.lead
+            replace(section, tab="overview", view=shown.view)
+            for shown in (summary, *summary.views.values())
+            for section in shown.lead
         ]
 
     def entry(self, section: Section, prefix: str, run: Run | None = None, view: str = "") -> dict[str, Any]:

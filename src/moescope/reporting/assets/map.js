@@ -231,7 +231,7 @@ M.map = (() => {
     sort.replaceChildren(...kinds.map((value) => make("option", { value }, SORTS[value])));
     sort.value = sorted();
     beyond.parentElement.hidden = !measure.beyond || Boolean(other(measure));
-    beyond.nextSibling.textContent = `only: ${measure.outline[0]}`;
+    beyond.nextSibling.textContent = `highlight: ${measure.outline[0]}`;
     beyond.checked = M.state.get().beyond === "1";
     unknown.hidden = beyond.parentElement.hidden || !beyond.checked || tested(measure);
   }

@@ -43,7 +43,8 @@ M.strips = (() => {
     });
   }
   const drawTitles = (pen, strips, width, y) => strips.forEach((strip, index) => pen.fillText(strip.title, left(strips, index, width), y));
-  const legend = (strips) => (strips[0]?.change ? `right: change per layer, to the right where ${M.data.roots[M.selected.root("run")]} has more` : "right: value per layer (bar), chance level (tick)");
+  const listed = (names) => names.join(", ").replace(/, ([^,]*)$/, " and $1");
+  const legend = (strips) => (strips[0]?.change ? `right: change per layer, to the right where ${M.data.roots[M.selected.root("run")]} has more` : `bar: ${listed(strips.map(({ title }) => title))} per layer; tick: chance`);
   // what a layer's strips say, one line each
   function words(strips, layer) {
     return strips.filter((strip) => strip.layer.includes(layer)).map((strip) => {
