@@ -39,6 +39,9 @@ RUNS = {
     "runs/half": f"moescope compress {MODEL} --keep 0.5 "
     + " ".join(f"--domain {name}={TEXTS}/{name}.jsonl" for name in DOMAINS)
     + " --max-tokens 20000 --apply runs/half-model --out runs/half",
+    "runs/merged": f"moescope compress {MODEL} --method hc_smoe --keep 0.5 "
+    + " ".join(f"--domain {name}={TEXTS}/{name}.jsonl" for name in DOMAINS)
+    + " --max-tokens 6000 --out runs/merged",
     "runs/experts": f"{INTERVENE} --sweep experts --max-tokens 20000 --out runs/experts",
     "runs/directions": f"{INTERVENE} --sweep k --layers 0 --max-tokens 10000 --out runs/directions",
     "runs/deepseek": "moescope trace --recorded docs/data/deepseek_v2_lite.parquet --experts 64 "
@@ -153,6 +156,28 @@ PICTURES = [
         "runs/demo",
         "routing_ribbon",
         part="trace",
+    ),
+    Picture(
+        "lorenz.webp",
+        "Lorenz curve of the load",
+        "Share of the load of the busiest experts; grey: balanced random routing.",
+        "runs/demo",
+        "lorenz",
+        part="trace",
+    ),
+    Picture(
+        "load-by-step.webp",
+        "Load over training",
+        "A small map per layer; deaths and births of experts would be marked.",
+        "runs/demo",
+        "load_by_step",
+    ),
+    Picture(
+        "dendrogram.webp",
+        "Merges beside similarity and co-activation",
+        "The tree is cut at the plan; both maps have its order of experts.",
+        "runs/merged",
+        "dendrogram",
     ),
     Picture(
         "loss.webp",

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pandas as pd
 import pytest
 from plotly.graph_objects import Figure as PlotlyFigure
 from scipy.cluster.hierarchy import dendrogram as scipy_dendrogram
 from scipy.cluster.hierarchy import linkage
+from scipy.spatial.distance import pdist, squareform
 
-from moescope.compression.figures import DAMAGE, GROUPS, SALIENCY, leaf_order, links
-from moescope.compression.rows import alone_by_chance, beside_controls, group_size_rows
+from moescope.compression.figures import DAMAGE, GROUPS, SALIENCY, dendrogram, leaf_order, links
+from moescope.compression.merging import average_linkage
+from moescope.compression.rows import alone_by_chance, beside_controls, group_size_rows, merge_pair_rows
 from moescope.compression.tables import PER_LAYER
 from moescope.compression.verb import VERB
 
@@ -119,11 +123,6 @@ def test_saliency_is_over_its_layer_s_mean_and_crosses_are_the_dropped(tables):
 
 def tables_of(features: dict[int, np.ndarray], keep: int) -> dict[str, pd.DataFrame]:
     """Average linkage of each layer's features, cut to so many groups."""
-    from dataclasses import replace
-
-    from scipy.spatial.distance import pdist, squareform
-
-    from moescope.compression.merging import average_linkage
     from moescope.compression.rows import cluster_rows, merge_rows
     from moescope.types import LayerPlan, Plan
 
@@ -184,6 +183,31 @@ def test_a_forest_keeps_experts_that_never_meet_in_their_own_order():
     across, up = links(steps, [0, 1, 3, 2, 4, 5]).transpose(1, 0, 2)
     assert across[0][:4].tolist() == [1, 1, 2, 2]
     assert up[1][:4].tolist() == [0, 0.5, 0.5, 0]
+
+
+def test_similarity_and_coactivation_stand_beside_the_dendrogram_in_its_order(merged):
+    """Experts 2 and 7 are chosen together, by all others at random; similarity is 1 - distance/2."""
+    generator = np.random.default_rng(0)
+    features = generator.normal(size=(10, 4))
+    grouping = replace(average_linkage(squareform(pdist(features)), 6, min), unrelated=2.0)
+    chosen = generator.random((2000, 10)).argsort(1)[:, :2]
+    chosen[:200] = [2, 7]
+    pairs = merge_pair_rows({0: grouping}, {0: chosen}, {0: "layers.0"})
+    one = pairs.set_index(["expert_a", "expert_b"])
+    assert one.loc[(2, 7), "similarity"] == pytest.approx(1 - np.linalg.norm(features[2] - features[7]) / 2)
+    random = merge_pair_rows({0: grouping}, {0: chosen[200:]}, {0: "layers.0"})
+    z = (random["coactivation"] - 1) / random["coactivation_noise"]
+    assert abs(random["coactivation"].mean() - 1) < 0.02
+    assert (z.abs() > 1.96).mean() <= 0.1
+    assert (one.loc[(2, 7), "coactivation"] - 1) / one.loc[(2, 7), "coactivation_noise"] > 10
+    figure = dendrogram({**merged, "merge_pairs": pairs})
+    similar, together = figure.data[4:6]
+    names = [int(name) for name in figure.slider.layouts[0]["yaxis"]["ticktext"]]
+    a, b = names.index(2), names.index(7)
+    assert similar["customdata"][a, b] == similar["customdata"][b, a] == one.loc[(2, 7), "similarity"]
+    assert together["z"][a, b] == np.nanmax(together["z"]) > 0
+    assert np.isnan(similar["z"][a, a])
+    validate(figure)
 
 
 def test_sizes_add_up_to_the_experts_left_and_chance_is_beside_them(merged):

@@ -9,8 +9,19 @@ import pandas as pd
 
 from moescope.comparison.figures import DISTANCES
 from moescope.compression.tables import TABLES
-from moescope.plotting.marks import QUANTITY, Bars, Dots, Grid, Lines, define_figures, flags, points
-from moescope.plotting.style import CATEGORICAL, GREY, base_layout, counted, grey_line, number, span
+from moescope.plotting.colour import colours, signal
+from moescope.plotting.marks import (
+    QUANTITY,
+    Bars,
+    Dots,
+    Grid,
+    Lines,
+    define_figures,
+    flags,
+    points,
+    standard_rows,
+)
+from moescope.plotting.style import CATEGORICAL, base_layout, counted, grey_line, number, span
 from moescope.verb import Drawable, Figure, FigureSpec, Slider, Tables, Trace
 
 MOST_LABELS = 64  # experts whose numbers fit below a dendrogram
@@ -59,23 +70,45 @@ def links(steps: pd.DataFrame, order: list[int]) -> np.ndarray:
     return np.asarray(lines, float).reshape(-1, 2, 5)
 
 
+def square_map(pairs: pd.DataFrame, name: str, order: list[int], axis: str) -> Trace:
+    """Return a map of the pairs of experts in the dendrogram's order."""
+    table, n = TABLES["merge_pairs"], len(order)
+    column, rows = table.quantity(name), standard_rows(pairs, table, name)
+    trace: Trace = {"type": "heatmap", "xaxis": axis, "showscale": False, "hoverongaps": False}
+    z, values = np.full((2, n, n), np.nan)
+    if len(rows):
+        drawn, ends, _ = signal(rows, column)
+        place = {expert: at for at, expert in enumerate(order)}
+        a, b = (rows[key].map(place).to_numpy() for key in ("expert_a", "expert_b"))
+        z[a, b] = z[b, a] = drawn
+        values[a, b] = values[b, a] = rows["_value"]
+        trace |= {"zmin": ends[0], "zmax": ends[1], "colorscale": colours(*ends, column)}
+    text = [[f"experts {one} and {other}" for other in order] for one in order]
+    hover = f"%{{text}}<br>{table.label(name)} %{{customdata:.3g}}<extra></extra>"
+    drawing = {"x": list(range(n)), "y": list(range(n)), "z": z, "customdata": values, "text": text}
+    return {**trace, **drawing, "hovertemplate": hover, "meta": {"categories": True}}
+
+
 def dendrogram(tables: Tables) -> Figure:
-    """Merges of each layer's experts by height, with the cut and the dominant members."""
+    """Merges of each layer's experts, cut at the plan, beside their similarity and co-activation."""
     data: list[Trace] = []
     captions, layouts, layers = [], [], []
+    pairs = tables.get("merge_pairs", pd.DataFrame())
+    shown = [name for name in ("similarity", "coactivation") if name in pairs and pairs[name].notna().any()]
+    width = (1 - 0.04 * len(shown)) / (1 + len(shown))
     for layer, steps in tables["merges"].sort_values("merge").groupby("layer"):
         rows = tables["clusters"].query("layer == @layer").set_index("expert").sort_index()
         order = leaf_order(steps, rows.index.tolist())
         drawn, done = links(steps, order), flags(steps["done"]).to_numpy()
-        data.append(grey_line([-0.5, len(order) - 0.5], [1.0, 1.0], "unrelated experts"))
-        for mask, name, color, width in (
+        data.append(grey_line([1.0, 1.0], [-0.5, len(order) - 0.5], "unrelated experts"))
+        for mask, name, color, thick in (
             (done, "merged", CATEGORICAL[0], 2.5),
-            (~done, "above the cut", GREY, 1.2),
+            (~done, "above the cut", CATEGORICAL[4], 1.2),
         ):
-            hover = f"{name} at %{{y:.3g}}<extra></extra>"
-            x, y = drawn[mask].transpose(1, 0, 2).reshape(2, -1)
+            hover = f"{name} at %{{x:.3g}}<extra></extra>"
+            y, x = drawn[mask].transpose(1, 0, 2).reshape(2, -1)
             data.append(
-                points(name, x, y, "lines", line={"color": color, "width": width}, hovertemplate=hover)
+                points(name, x, y, "lines", line={"color": color, "width": thick}, hovertemplate=hover)
             )
         places = np.flatnonzero(flags(rows.loc[order, "dominant"]) & (rows.loc[order, "members"] > 1))
         text, marker = [str(order[place]) for place in places], {"size": 7, "color": CATEGORICAL[1]}
@@ -84,11 +117,18 @@ def dendrogram(tables: Tables) -> Figure:
             "cliponaxis": False,
         }
         data.append(
-            points("dominant member", places, np.zeros(len(places)), marker=marker, text=text, **words)
+            points("dominant member", np.zeros(len(places)), places, marker=marker, text=text, **words)
         )
+        of_layer = pairs[pairs["layer"] == layer] if shown else pairs
+        data += [square_map(of_layer, name, order, f"x{at}") for at, name in enumerate(shown, 2)]
         ticks = list(range(len(order))) if len(order) <= MOST_LABELS else []
         axis = {"tickvals": ticks, "ticktext": [str(order[place]) for place in ticks], "showgrid": False}
-        layouts.append(base_layout("expert", "distance (1: unrelated experts)", xaxis=axis))
+        axes: dict[str, Any] = {"xaxis": {"domain": [0, width], "autorange": "reversed"}}
+        for at, name in enumerate(shown, 2):
+            left = (at - 1) * (width + 0.04)
+            title = {"text": TABLES["merge_pairs"].quantity(name).axis(name)}
+            axes[f"xaxis{at}"] = {"domain": [left, left + width], "title": title, "showticklabels": False}
+        layouts.append(base_layout("distance (1: unrelated experts)", "expert", yaxis=axis, **axes))
         merged = (
             f", merged at distances {span(steps['height'][done])}" if done.any() else "; nothing is merged"
         )
@@ -100,16 +140,16 @@ def dendrogram(tables: Tables) -> Figure:
         layers.append(str(layer))
     return Figure(
         "dendrogram",
-        "Dendrogram of the experts of a layer",
+        "Merges beside similarity and co-activation" if shown else "Dendrogram of the experts of a layer",
         captions[0],
-        ("height", "chance_height", "done", "dominant"),
+        ("height", "chance_height", "done", "dominant", *(["similarity"] if shown else [])),
         data,
         layouts[0],
-        Slider("layer", layers, 0, 4, captions=captions, layouts=layouts),
-        400,
+        Slider("layer", layers, 0, 4 + len(shown), captions=captions, layouts=layouts),
+        420,
         "Each link joins two experts or groups at the height of their distance in the method's measure, "
-        "divided by that of unrelated experts. Blue: merged; grey: above the cut. Orange: the dominant "
-        "member, whose neurons the others are matched to.",
+        "divided by that of unrelated experts. Blue: merged; thin: above the cut. Orange dot: the dominant "
+        "member, whose neurons the others are matched to. Maps have the same order of experts; pale is chance.",
     )
 
 

@@ -79,7 +79,7 @@ def m_smoe(gram_EE: Array, usage_E: Array, keep: int, n_groups: int = 1) -> Grou
         nodes[dominant] = n_experts + len(merges) - 1, size + 1
     groups = [[expert for expert in leader if leader[expert] == dominant] for dominant in dominants]
     grouping = ordered_grouping(n_experts, groups, lambda group: leader[group[0]], merges)
-    return replace(grouping, unrelated=1 + 1 / max(n_experts - 1, 1))
+    return replace(grouping, unrelated=1 + 1 / max(n_experts - 1, 1), distance_EE=1 - cosine_EE)
 
 
 def group_by_logits(layer: LayerEvidence) -> Grouping:

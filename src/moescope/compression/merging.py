@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -56,6 +56,7 @@ class Grouping:
     dominants: tuple[int, ...]
     merges: tuple[Merge, ...] = ()
     unrelated: float | None = None  # chance level: the height at which unrelated experts would merge
+    distance_EE: Array | None = field(default=None, repr=False, compare=False)  # in the method's measure
 
 
 def routing_sections(n_experts: int, n_groups: int) -> list[list[int]]:
@@ -107,7 +108,7 @@ def average_linkage(distance_EE: Array, keep: int, choose: ChooseDominant, n_gro
             if done:
                 members[node] = (*members.pop(a), *members.pop(b))
         groups += members.values()
-    return ordered_grouping(n_experts, groups, choose, merges)
+    return replace(ordered_grouping(n_experts, groups, choose, merges), distance_EE=np.asarray(distance_EE))
 
 
 def ordered_grouping(

@@ -29,6 +29,7 @@ from moescope.types import Array, Plan
 
 MOST_PAIRS = 32  # compared per layer: matching and decomposing more would take longer than planning
 RESAMPLED = 1000
+FEWEST_EXPECTED = 5.0  # tokens that would choose both of a pair: fewer are not judged
 # what `judged_differences` gives per model; the last two of controls only, and each with its interval
 COMPARED = ("loss_increase", "js_divergence", "loss_above_plan", "js_above_plan")
 SIZES = ("1", "2", "3", "4", "5+")  # of groups
@@ -88,6 +89,34 @@ def merge_rows(
     ]
     names = [layer_names[row["layer"]] for row in rows]
     return pd.DataFrame(rows).assign(method=method, layer_name=names) if rows else None
+
+
+def merge_pair_rows(
+    groupings: Mapping[int, Grouping], chosen: Mapping[int, Array], layer_names: Mapping[int, str]
+) -> pd.DataFrame | None:
+    """The table `merge_pairs`; None where no distances led to the groups.
+
+    `chosen` holds the experts [T, K] of a sample of tokens per layer: co-activation is the count of tokens
+    that chose both, over that of independent tokens that choose k of n experts as often.
+    """
+    parts = []
+    for layer, grouping in groupings.items():
+        if grouping.distance_EE is None:
+            continue
+        n = grouping.n_experts
+        a, b = np.triu_indices(n, 1)
+        similarity = 1 - grouping.distance_EE[a, b] / (grouping.unrelated or np.nan)
+        part = {"layer": layer, "layer_name": layer_names[layer], "expert_a": a, "expert_b": b}
+        part |= {"similarity": similarity, "coactivation": np.nan, "coactivation_noise": np.nan}
+        if layer in chosen and (k := chosen[layer].shape[1]) > 1:
+            on_TE = (chosen[layer][:, :, None] == np.arange(n)).any(1).astype(float)
+            both_EE, load_E = on_TE.T @ on_TE, on_TE.sum(0)
+            expected = load_E[a] * load_E[b] / max(len(on_TE), 1) * n * (k - 1) / (k * (n - 1))
+            enough = expected >= FEWEST_EXPECTED
+            part["coactivation"] = np.where(enough, both_EE[a, b] / np.maximum(expected, 1e-9), np.nan)
+            part["coactivation_noise"] = np.where(enough, np.maximum(expected, 1e-9) ** -0.5, np.nan)
+        parts.append(pd.DataFrame(part))
+    return pd.concat(parts, ignore_index=True) if parts else None
 
 
 def damage_rows(plan: Plan, layer_names: Mapping[int, str], record: Mapping[str, Any]) -> pd.DataFrame:

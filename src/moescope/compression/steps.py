@@ -30,6 +30,7 @@ from moescope.compression.rows import (
     cluster_rows,
     damage_rows,
     group_size_rows,
+    merge_pair_rows,
     merge_rows,
     saliency_rows,
 )
@@ -242,6 +243,9 @@ def plan_step(
             warnings += proposal.warnings
             if (merges := merge_rows(plan.method, proposal.groupings, work.layer_names)) is not None:
                 frames["merges"] = merges
+            chosen = {layer: states.chosen_TK.numpy() for layer, states in evidence.states.items()}
+            if (pairs := merge_pair_rows(proposal.groupings, chosen, work.layer_names)) is not None:
+                frames["merge_pairs"] = pairs
     with writer.timed("distances"):
         frames |= cluster_geometry(work.moe, plan, device, work.settings.seed)
     predicted: dict[str, Any] = {}

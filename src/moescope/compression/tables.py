@@ -41,6 +41,12 @@ COLUMNS: dict[str, Column] = {
         "Height of unrelated experts: outputs of the same sizes in orthogonal directions, 1 + 1/(n − 1), or "
         "matched random experts.", label="height by chance"),
     "merges.size": Column("int", "Experts in the resulting node.", at_chance="2 where two experts join"),
+    "similarity": Column("float", "Similarity of two experts in the measure that the plan merges by.", "1 − distance/distance of unrelated experts",
+        at_chance="0", at_best="1", chance=0, chance_label="unrelated experts", most=1, most_label="equal"),
+    "merge_pairs.coactivation": Column("float", "Tokens that choose both experts, over independent tokens; of a sample of the calibration text. "
+        "Null without text, with one expert per token, and where fewer than five tokens are expected.", at_chance="1", label="co-activation", unit="× chance",
+        chance=1, scale="ratio", noise="coactivation_noise"),
+    "coactivation_noise": Column("float", "Its standard deviation for independent tokens.", "1/√expected", label="noise of co-activation"),
     "done": Column("bool", "Whether the plan carries the merge out: false above the cut."),
     "saliency.tokens": Column("int",
         "Calibration tokens routed to the expert: the frequency score.", "|X|", at_worst="0",
@@ -170,6 +176,8 @@ TABLES = define_tables(COLUMNS,
         "The merges by which experts were grouped, nearest first; those above the cut are not carried out "
         "(m_smoe: only those that are).",
         ("method", "layer", "merge"), ("left", "right", "height", "chance_height", "size", "done")),
+    Table("merge_pairs", "Every pair of experts of a layer, beside the merges: how alike they are and how often they act together.",
+        ("layer", "expert_a", "expert_b"), ("similarity", "coactivation", "coactivation_noise")),
     Table("group_sizes", "Merged groups by size, per layer.",
         ("layer", "size"), ("groups", "groups_chance", "largest")),
     Table("saliency", "Scores of every expert on the calibration text, which pruning goes by.",
