@@ -24,9 +24,24 @@ def two(trained_run: Run, tmp_path_factory: pytest.TempPathFactory) -> tuple[Pat
     return report(trained_run, other, out=folder / "two.html"), other
 
 
+@pytest.fixture(scope="module")
+def tuned(trained_run: Run, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Run]:
+    """A training that starts from the checkpoint of the first: its experts are the same ones, moved."""
+    folder = tmp_path_factory.mktemp("tuned")
+    (folder / "tiny.toml").write_text(TOML.format(steps=12))
+    start = trained_run.info["checkpoints"][-1]["path"]
+    other = train(folder / "tiny.toml", out=folder / "tuned", from_=start, device="cpu", quiet=True)
+    return report(trained_run, other, out=folder / "tuned.html"), other
+
+
 @pytest.fixture
 def page(opened, two):
     return opened(two[0])
+
+
+@pytest.fixture
+def related(opened, tuned):
+    return opened(tuned[0])
 
 
 def test_key_numbers_stand_side_by_side(page, two, trained_run: Run):
@@ -97,22 +112,30 @@ def test_losses_share_one_axis(page, two):
     assert "validation loss" in mine
 
 
-def test_the_map_shows_the_ratio_of_loads(page, two, trained_run: Run):
+@pytest.mark.parametrize("by_rank", [False, True])
+def test_the_map_shows_the_ratio_of_loads_of_the_same_expert_or_of_the_same_rank(
+    opened, two, tuned, trained_run: Run, by_rank
+):
+    """Expert j of two separate trainings is not the same expert: their sorted loads are compared."""
+    place, other = two if by_rank else tuned
+    page = opened(place)
     page.locator("select[aria-label='Colour of the map']").select_option("load")
-    expect(page.locator(".map h2")).to_have_text("Load per expert: change")
+    title = "Load by rank: change" if by_rank else "Load per expert: change"
+    expect(page.locator(".map h2")).to_have_text(title)
     times = []
-    for run in (trained_run, two[1]):
+    for run in (trained_run, other):
         load = run.parts["trace"].table("load")
         load = load[load["step"] == load["step"].max()]
         counts = load.groupby(["layer", "expert"])["tokens"].sum().unstack(fill_value=0)
-        times.append(counts.div(counts.mean(axis=1), axis=0).to_numpy())
+        even = counts.div(counts.mean(axis=1), axis=0).to_numpy()
+        times.append(-np.sort(-even, axis=1) if by_rank else even)
     shown = np.array(page.evaluate("M.map.shown().value"), float)
     np.testing.assert_allclose(shown, times[0] / times[1], rtol=2e-3)
 
 
 def test_strips_of_a_difference_show_the_difference(page, two, trained_run: Run):
     page.locator("select[aria-label='Colour of the map']").select_option("load")
-    expect(page.locator(".map h2")).to_have_text("Load per expert: change")
+    expect(page.locator(".map h2")).to_have_text("Load by rank: change")
     strip = page.evaluate("M.map.layout().strips[0]")
     values = []
     for run in (trained_run, two[1]):
@@ -180,8 +203,26 @@ def test_both_losses_their_difference_and_loads_lead_and_a_tab_shows_the_finding
     assert shown == more.locator("ul > li").count() > 0
 
 
-def test_a_scale_of_differences_is_anchored_to_the_noise(page, two, trained_run: Run):
+def test_no_figure_or_map_subtracts_experts_of_separate_trainings(page, two, trained_run: Run):
+    page.locator("select[aria-label='Colour of the map']").select_option("gate_weight")
+    expect(page.locator(".map .caption")).to_contain_text("do not correspond")
+    rows = (
+        trained_run.table("load_totals")
+        .query("layer == 0")
+        .pivot(index="expert", columns="step", values="times_even")
+    )
+    page.goto(page.url.split("#")[0] + "#/training")
+    figure = bring(page, "load_by_step")
+    expect(figure.locator(".caption")).to_contain_text("do not correspond")
+    shown = figure.locator(".plot").evaluate("plot => plot.data[0].customdata.map((row) => Array.from(row))")
+    assert np.array(shown, float) == pytest.approx(rows.to_numpy(), rel=1e-3)
+    page.goto(page.url.split("#")[0] + "#/weights?layer=1")
+    expect(bring(page, "cosine_heatmap").locator(".caption")).to_contain_text("do not correspond")
+
+
+def test_a_scale_of_differences_is_anchored_to_the_noise(related, trained_run: Run):
     """Of a cosine between random directions the standard deviation is 1/√d."""
+    page = related
     page.goto(page.url.split("#")[0] + "#/weights?layer=1")
     figure = bring(page, "cosine_heatmap")
     trace = figure.locator(".plot").evaluate("plot => ({ end: plot.data[0].zmax, z: plot.data[0].z })")
@@ -192,12 +233,13 @@ def test_a_scale_of_differences_is_anchored_to_the_noise(page, two, trained_run:
     expect(figure.locator(".caption")).to_contain_text(f"noise ({noise:.3g})")
 
 
-def test_the_difference_of_two_maps_of_ratios_is_a_ratio(page, two, trained_run: Run):
+def test_the_difference_of_two_maps_of_ratios_is_a_ratio(related, tuned, trained_run: Run):
+    page = related
     page.locator("#tabs a[data-tab=training]").click()
     figure = bring(page, "load_by_step")
     shown = figure.locator(".plot").evaluate("plot => plot.data[0].customdata.map((row) => row.at(-1))")
     times = []
-    for run in (trained_run, two[1]):
+    for run in (trained_run, tuned[1]):
         load = run.table("load")
         last = (
             load[(load["layer"] == 0) & (load["step"] == load["step"].max())]

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+from typing import Any
+
 import pandas as pd
 
 from moescope.run import Run
@@ -12,6 +15,34 @@ def joint_sections(runs: list[Run]) -> list[Section]:
     """Return what runs say together: distances of all series, and what each verb makes of all runs."""
     verbs = {run.verb.name: run.verb for run in runs}
     return [*distance_sections(runs), *(section for verb in verbs.values() for section in verb.joint(runs))]
+
+
+def expert_base(run: Run) -> str:
+    """Return what numbers the run's experts: of runs with one base expert j is the same expert.
+
+    Checkpoints of one training share it, and a training shares it with the model it started from. The experts
+    of two other models do not correspond, whatever their shapes.
+    """
+    info = run.info
+    checkpoints = info.get("checkpoints") or []
+    if run.verb.name == "train" or not checkpoints:
+        return origin_of(run.path.resolve(), info)
+    return base_of_checkpoint(str(checkpoints[0]["path"]))
+
+
+def base_of_checkpoint(path: str, steps: int = 20) -> str:
+    """Return the folder of the training that wrote a checkpoint, the model it started from, or the path."""
+    folder = Path(path).parents[1] if Path(path).parent.name == "checkpoints" else None
+    if folder is None or not steps or not (folder / "run.json").is_file():
+        return path
+    return origin_of(folder, Run.load(folder).info, steps - 1)
+
+
+def origin_of(folder: Path, info: dict[str, Any], steps: int = 20) -> str:
+    """Return the base of the model that a training started from; without one the training's folder."""
+    bases = [item["path"] for item in info.get("bases") or []]
+    origin = next(filter(None, [info.get("arguments", {}).get("from"), *bases]), None)
+    return base_of_checkpoint(str(origin), steps) if origin else str(folder)
 
 
 def distance_sections(runs: list[Run]) -> list[Section]:

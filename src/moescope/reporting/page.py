@@ -18,7 +18,7 @@ import pandas as pd
 
 from moescope.errors import BadInput
 from moescope.plotting.style import listed
-from moescope.reporting.joint import joint_sections
+from moescope.reporting.joint import expert_base, joint_sections
 from moescope.reporting.pack import figure_payload, pack_text, packed, plain, script_json
 from moescope.reporting.untrusted import visible
 from moescope.run import Run
@@ -137,6 +137,7 @@ class Page:
         self.notices: dict[str, list[int]] = {}  # text -> the runs it speaks of
         self.together: list[dict[str, Any]] = []  # findings on several runs of a verb
         self.summaries = {run.path: summary_of(run) for run in self.runs}
+        self.bases = [expert_base(run) for run in self.runs]  # those of one base have the same experts
 
     def keep(self, name: str, value: Any) -> str:
         """Keep a payload and return its name."""
@@ -180,6 +181,7 @@ class Page:
             "verb": run.verb.name,
             "tab": run.verb.tab,
             "root": self.root[run.path.resolve()],
+            "base": self.bases.index(expert_base(run)),
             "coverage": list(dict.fromkeys(summary.coverage)),
             **shown_first(summary),
             "warnings": run.info.get("warnings", []),

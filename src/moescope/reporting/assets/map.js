@@ -38,10 +38,25 @@ M.map = (() => {
       unit: ratio ? "× " + M.data.roots[M.selected.root("vs")] : measure.unit, title: `${measure.title}: change`,
       caption: `${M.data.roots[M.selected.root("run")]} ${ratio ? "divided by" : "minus"} ${M.data.roots[M.selected.root("vs")]}; ${ratio && !noise ? `the scale ends at a factor of ${fold}` : words}.` };
   }
+  const sameShape = (a, b) => a.layers.join() === b.layers.join() && a.value.every((row, i) => row.filter((cell) => cell !== null).length === b.value[i].filter((cell) => cell !== null).length);
+  // loads from the largest to the smallest: expert j of separately trained models is not the same expert
+  function ranked(measure) {
+    const value = measure.value.map((row) => row.toSorted((a, b) => (b ?? -Infinity) - (a ?? -Infinity)));
+    return { ...measure, value, chance: undefined, beyond: undefined, low: undefined, high: undefined, noise: undefined, mark: undefined, cluster: undefined };
+  }
   function shown() {
     const measure = chosen();
     const baseline = measure && other(measure);
-    return baseline ? difference(measure, baseline) : measure;
+    if (!baseline) return measure;
+    if (sameShape(measure, baseline)) {
+      if (M.versus.related(measure.run, baseline.run)) return difference(measure, baseline);
+      if (measure.name === "load") {
+        const change = difference(ranked(measure), ranked(baseline));
+        return { ...change, ranks: true, title: "Load by rank: change", caption: `${M.data.roots[M.selected.root("run")]} divided by ${M.data.roots[M.selected.root("vs")]} at equal rank: experts of separate trainings do not correspond.` };
+      }
+    }
+    const why = sameShape(measure, baseline) ? "experts of separate trainings do not correspond" : "models of different shape are not subtracted";
+    return { ...measure, caption: `${measure.caption} Shows ${M.data.roots[M.selected.root("run")]} only: ${why}.` };
   }
 
   // ---- colours
@@ -64,7 +79,7 @@ M.map = (() => {
   const sorted = () => (SORTS[M.state.get().sort] && [...sort.options].some(({ value }) => value === M.state.get().sort) ? M.state.get().sort : "number");
   function orderOf(measure, row) {
     const experts = [...measure.value[row].keys()].filter((expert) => measure.value[row][expert] !== null);
-    const from = sorted() === "number" ? null : source(sorted(), measure);
+    const from = measure.ranks || sorted() === "number" ? null : source(sorted(), measure);
     const key = from && (from[sorted() === "cluster" ? "cluster" : "value"][from.layers.indexOf(measure.layers[row])]);
     const sign = sorted() === "cluster" ? 1 : -1;
     return key ? experts.sort((a, b) => sign * ((key[a] ?? 0) - (key[b] ?? 0)) || a - b) : experts;
@@ -80,7 +95,7 @@ M.map = (() => {
     const room = Math.floor(frame.getBoundingClientRect().width);
     // strips as long as they leave half of the room, and 6 px per expert, to the map; none where it scrolls
     const smallest = room < 700 ? SMALLEST : 2;
-    const strips = M.strips.shown(data.strips, measure, Boolean(other(measure)))
+    const strips = M.strips.shown(data.strips, measure, Boolean(other(measure)) && sameShape(measure, other(measure)))
       .filter((_, i) => room - LABEL - M.strips.span(i + 1) >= Math.max(room / 2, Math.max(6, smallest) * measure.experts));
     const width = Math.max(room, LABEL + measure.experts * smallest);
     const rows = measure.layers.length;
@@ -145,7 +160,8 @@ M.map = (() => {
     pen.textBaseline = "alphabetic";
     pen.textAlign = "center";
     const step = [1, 2, 4, 8, 16, 32, 64].find((size) => size * geometry.cellWidth > 26) ?? 128;
-    if (sorted() === "number") for (let expert = 0; expert < measure.experts; expert += step) pen.fillText(String(expert), LABEL + (expert + 0.5) * geometry.cellWidth, height - 7);
+    if (measure.ranks) pen.fillText("rank of the expert in its layer, most load first", LABEL + (measure.experts * geometry.cellWidth) / 2, height - 7);
+    else if (sorted() === "number") for (let expert = 0; expert < measure.experts; expert += step) pen.fillText(String(expert), LABEL + (expert + 0.5) * geometry.cellWidth, height - 7);
     else pen.fillText({ value: "experts of each layer, highest first", load: "experts of each layer, most load first", cluster: "experts of each layer, related ones side by side" }[sorted()], LABEL + (measure.experts * geometry.cellWidth) / 2, height - 7);
     pen.textAlign = "left";
     M.strips.drawTitles(pen, geometry.strips, geometry.width, height - 7);
@@ -160,7 +176,7 @@ M.map = (() => {
     };
     const row = geometry.measure.layers.indexOf(layer);
     if (row >= 0) outline(row, null, accent, 1.5);
-    if (row >= 0 && expert !== undefined) { const column = geometry.orders[row].indexOf(expert); if (column >= 0) outline(row, column, ink, 2.5); }
+    if (row >= 0 && expert !== undefined && !geometry.measure.ranks) { const column = geometry.orders[row].indexOf(expert); if (column >= 0) outline(row, column, ink, 2.5); }
     if (cursor) outline(cursor.row, cursor.column, ink, 2);
   }
   function drawLegend(measure, scale) {
@@ -185,7 +201,7 @@ M.map = (() => {
     if (column === null) return [`Layer ${layer}`, ...M.strips.words(geometry.strips, layer)];
     const expert = orders[row][column];
     const at = (name) => measure[name]?.[row][expert];
-    const lines = [`Layer ${layer}, expert ${expert}`, `${measure.title}: ${M.number(at("value"))} ${measure.unit}`];
+    const lines = [`Layer ${layer}, ${measure.ranks ? `rank ${expert + 1}` : `expert ${expert}`}`, `${measure.title}: ${M.number(at("value"))} ${measure.unit}`];
     if (at("low") !== undefined && at("low") !== null) lines.push(`interval ${M.number(at("low"))} to ${M.number(at("high"))}`);
     if (at("chance") !== undefined && at("chance") !== null) lines.push(`chance ${M.number(at("chance"))}`);
     if (at("beyond") !== undefined) lines.push(at("beyond") === null ? "not judged" : measure.outline[at("beyond") ? 0 : 1]);
@@ -203,7 +219,7 @@ M.map = (() => {
   }
   function open({ row, column }) {
     const layer = geometry.measure.layers[row];
-    M.state.set(column === null ? { layer, expert: null } : { layer, expert: geometry.orders[row][column] });
+    M.state.set(column === null || geometry.measure.ranks ? { layer, expert: null } : { layer, expert: geometry.orders[row][column] });
   }
   function key(event) {
     const move = { ArrowRight: [0, 1], ArrowLeft: [0, -1], ArrowDown: [1, 0], ArrowUp: [-1, 0] }[event.key];

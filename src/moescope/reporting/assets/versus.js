@@ -12,10 +12,15 @@ M.versus = (() => {
     return run === section.run ? null : run;
   }
   const whose = (section) => (against(section) === null ? "" : name("run"));
-  function alone(figure) {
-    const slider = figure.slider && { ...figure.slider, captions: figure.slider.captions.map((words) => `${words} Shows ${name("run")} only.`), domain_captions: {} };
-    return { ...figure, caption: `${figure.caption} Shows ${name("run")} only.`, slider };
+  function alone(figure, why = "") {
+    const words = (caption) => `${caption} Shows ${name("run")} only${why}.`;
+    const slider = figure.slider && { ...figure.slider, captions: figure.slider.captions.map(words), domain_captions: {} };
+    return { ...figure, caption: words(figure.caption), slider };
   }
+  // whether expert j of both runs is the same expert
+  const related = (a, b) => M.data.runs[a].base === M.data.runs[b].base;
+  const UNRELATED = ": experts of separate trainings do not correspond";
+  const byExpert = ({ layout }) => Object.keys(layout).some((key) => /^[xy]axis/.test(key) && /expert|router row/.test(layout[key].title?.text ?? ""));
   // The figure of the run to compare with: same tab, section, layer and name.
   async function counterpart(entry, section) {
     const run = against(section);
@@ -82,6 +87,7 @@ M.versus = (() => {
     if (!other) return against(section) === null ? figure : alone(figure);
     if (figure.data.some((trace) => trace.meta?.categories)) return alone(figure); // no number: nothing to subtract
     if (figure.data.some((trace) => trace.type === "heatmap")) {
+      if (byExpert(figure) && !related(section.run, against(section))) return alone(figure, UNRELATED);
       const maps = (all) => (figure.slider ? all : all.filter((trace) => trace.type === "heatmap")); // rings are of one run
       const [own, its] = [maps(figure.data), maps(other.data)];
       if (its.length !== own.length) return alone(figure);
@@ -118,5 +124,5 @@ M.versus = (() => {
     const slider = { ...mine, per_value: per, captions: pages.map(({ caption }) => caption), layouts: pages.map(({ layout }) => layout), domain_captions: {} };
     return { ...figure, data, slider, layout: structuredClone(pages[mine.start].layout), caption: pages[mine.start].caption };
   }
-  return { counterpart, together, whose };
+  return { counterpart, together, whose, related };
 })();
