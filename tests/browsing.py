@@ -37,7 +37,12 @@ def scroll_through(page: Page) -> None:
 
 
 def bring(page: Page, name: str) -> Locator:
-    """Scroll to one figure of the open tab and wait until it is drawn; all others stay undrawn."""
+    """Scroll to one figure of the open tab and wait until it is drawn; all others stay undrawn.
+
+    One that is folded under "More" is opened as a link to it does.
+    """
+    if not page.locator(f".figure-slot[data-figure={name}]:visible").count():
+        page.evaluate("name => M.state.replace({ figure: name })", name)
     slot = page.locator(f".figure-slot[data-figure={name}]:visible").first
     slot.scroll_into_view_if_needed()
     expect(slot.locator(".plot.drawn .main-svg").first).to_be_visible()

@@ -304,6 +304,7 @@ class Strip:
     frame: pd.DataFrame
     view: str = ""
     measure: str = ""  # of the map, which it stands beside first
+    most: float | None = None  # the end of its bars; by default the largest value
 
 
 @dataclass(frozen=True)

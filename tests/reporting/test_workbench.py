@@ -9,7 +9,7 @@ from PIL import Image
 from playwright.sync_api import expect
 from scipy.cluster.hierarchy import fcluster, linkage
 
-from browsing import NO_WIDER, PAINTED, click_cell, scroll_through
+from browsing import NO_WIDER, PAINTED, bring, click_cell, scroll_through
 
 
 def state(page):
@@ -153,9 +153,7 @@ def test_domain_and_phase_are_selected_once_and_obeyed_everywhere(opened, traced
     assert all(", plain," in title for title in titles)
     page.keyboard.press("Escape")
     page.locator("#tabs a[data-tab=routing]").click()
-    slot = page.locator("[data-figure=by_domain]:visible")
-    slot.scroll_into_view_if_needed()
-    expect(slot.locator(".plot.drawn")).to_be_visible()
+    slot = bring(page, "by_domain")
     strong = "plot => Object.fromEntries(plot.data.map((trace) => [trace.name, trace.opacity ?? 1]))"
     by_domain = slot.locator(".plot").evaluate(strong)
     assert by_domain["plain"] == 1

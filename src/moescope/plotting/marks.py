@@ -55,6 +55,7 @@ CLUSTERED_FROM = 32  # experts from which on a map has related ones side by side
 NO_DOMAIN = "no token"  # in the place of a domain: of an expert that none uses
 ADDED = ("view", "run", "series")  # columns that a page adds where it puts runs or views side by side
 NUMBERED = ("layer", "expert", "router", "step", "seed", "k")  # keys whose values are numbers: "layer 3"
+PATTERNS = dict(zip(DASHES, ("", ".", "\\", "x"), strict=True))  # of bars; / is of a second run
 SHAPES = ("circle", "square", "diamond", "triangle-up", "x", "cross", "star", "hexagon")
 RING = {"symbol": "circle-open", "color": "#111111", "size": 9, "line": {"width": 2}}
 BESIDE_DIGITS = {"size": 5, "standoff": 16, "angle": 250}  # of a ring: it must not cover a cell's digits
@@ -114,6 +115,10 @@ def whole_numbers(frame: pd.DataFrame, table: Table) -> pd.DataFrame:
 def flags(values: pd.Series) -> pd.Series:
     """Return a bool column with False where it is unknown."""
     return values.eq(True)
+
+
+def no_flag(frame: pd.DataFrame) -> pd.Series:
+    return pd.Series(False, index=frame.index)
 
 
 def chosen(frame: pd.DataFrame, where: str, table: Table) -> pd.DataFrame:
@@ -256,7 +261,7 @@ class Mark:
         """Return column name -> its rows."""
         frame = self.selected(tables)
         found = {name: standard_rows(frame, self.described, name) for name in self.values}
-        return {name: rows for name, rows in found.items() if self.enough(rows)}
+        return {name: rows for name, rows in found.items() if self.enough(rows) and not rows["_few"].all()}
 
     def slim(self, frame: pd.DataFrame) -> pd.DataFrame:
         """Return the columns that the spec names or its columns refer to: copies of all of them are slow."""
@@ -284,7 +289,12 @@ class Mark:
         if any(name not in tables or not len(tables[name]) for name in self.needs):
             return False
         frame = self.selected(tables)
-        return any(self.enough(known_rows(frame, self.described, name)[0]) for name in self.values)
+        known = {name: known_rows(frame, self.described, name)[0] for name in self.values}
+        few = {name: self.described.quantity(name).few for name in known}
+        return any(
+            self.enough(rows) and not (few[name] in rows and flags(rows[few[name]]).all())
+            for name, rows in known.items()
+        )
 
     def split(self, rows: dict[str, pd.DataFrame]) -> Iterator[tuple[str, dict[str, pd.DataFrame]]]:
         if self.pages == QUANTITY:
@@ -293,7 +303,10 @@ class Mark:
             values = sorted({value for part in rows.values() for value in part[self.pages].dropna().unique()})
             for value in values:
                 parts = {name: part[part[self.pages] == value] for name, part in rows.items()}
-                if parts := {name: part for name, part in parts.items() if self.enough(part)}:
+                judged = {
+                    name: part for name, part in parts.items() if not part.get("_few", no_flag(part)).all()
+                }
+                if parts := {name: part for name, part in judged.items() if self.enough(part)}:
                     yield str(value), parts
         else:
             yield "", rows
@@ -685,7 +698,10 @@ class Bars(Mark):
             trace: Trace = {
                 "type": "bar",
                 "name": words,
-                "marker": {"color": style["color"]},
+                "marker": {
+                    "color": style["color"],
+                    "pattern": {"shape": PATTERNS[style.get("dash", "solid")]},
+                },
                 **at(part[self.x], part["_value"]),
             }
             traces.append(
@@ -881,7 +897,8 @@ class Scatter(Mark):
             size: Any = 8
             if self.size in part:
                 size = np.clip(11 * np.sqrt(part[self.size].fillna(0).to_numpy(float)), 4, 40)
-            marker: dict[str, Any] = {"color": style["color"], "size": size, "opacity": 0.8}
+            symbol = SHAPES[DASHES.index(style.get("dash", "solid"))]
+            marker: dict[str, Any] = {"color": style["color"], "size": size, "opacity": 0.8, "symbol": symbol}
             if self.colour in part:
                 title = {"text": table.label(self.colour), "side": "top"}
                 bar = {"title": title, "thickness": 12, "outlinewidth": 0}

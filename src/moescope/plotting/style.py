@@ -16,8 +16,9 @@ from moescope.arguments import consecutive
 from moescope.verb import Tables, Trace
 
 GREY = "#8A9099"
-# Okabe-Ito without black
-CATEGORICAL = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#8C62C7", "#A3A500")
+# Okabe-Ito; dark red stands for black, which a dark page hides. Views and domains by place, experts by number
+CATEGORICAL = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#F0E442", "#8A2256")
+ALIKE = 4  # categories that colour alone tells apart; from the next one on dash, symbol or pattern vary too
 SEQUENTIAL = ("#9050B8", "#4C6FC4", "#2A8FA8", "#2FA778", "#7FB03A", "#C9A800")
 PALE, WARM, COOL = "#F3F4F6", ("#F4A582", "#B2182B"), ("#92C5DE", "#2166AC")  # chance, above it, below it
 BLUE: list[list[Any]] = [[0.0, PALE], [1.0, "#0B2F5B"]]  # of a quantity without a chance level
@@ -53,9 +54,8 @@ def blend(anchors: Sequence[str], position: float) -> str:
 
 
 def category_style(index: int) -> dict[str, Any]:
-    """Colour and dash of the index-th category; the dash changes once the colours are used up."""
-    turn, color = divmod(index, len(CATEGORICAL))
-    return {"color": CATEGORICAL[color], "dash": DASHES[turn % len(DASHES)]}
+    """Colour and dash of the index-th category; the dash changes from the fifth on, with every four."""
+    return {"color": CATEGORICAL[index % len(CATEGORICAL)], "dash": DASHES[index // ALIKE % len(DASHES)]}
 
 
 def base_layout(x: str, y: str, **more: Any) -> dict[str, Any]:

@@ -17,7 +17,7 @@ import numpy as np
 import pandas as pd
 
 from moescope.errors import BadInput
-from moescope.plotting.style import listed
+from moescope.plotting.style import CATEGORICAL, listed
 from moescope.reporting.joint import expert_base, joint_sections
 from moescope.reporting.pack import figure_payload, pack_text, packed, plain, script_json
 from moescope.reporting.untrusted import visible
@@ -87,6 +87,7 @@ def page_content(runs: list[Run], more: Sequence[Section] = (), anonymous: bool 
         "report": shlex.join(["moescope", "report", *(str(run.path) for run in page.roots), "NEW_RUN"]),
         "map": page.keep("map", overview),
         "layers": sorted(layers),
+        "palette": list(CATEGORICAL),
         "domains": sorted({measure["domain"] for measure in overview["measures"] if measure["domain"]}),
         "experts": page.expert_data(),
         "views": page.selectors(),

@@ -227,6 +227,11 @@ SECTIONS: list[tuple[str, str, Sequence[Drawable], str, str]] = [
         "the text was read as one domain; name several with --domain NAME=PATH",
     ),
 ]
+# eight figures lead; the others stand under "More"
+LEAD = {
+    *("load_map", "lorenz", "balance_by_layer", "routing_ribbon", "coactivation_heatmap"),
+    *("specialisation_map", "affinity_heatmap", "specialisation_by_layer"),
+}
 # section -> (table, its title, the column whose largest values come first)
 FOLDED = {
     "load": ("load", "Load of every expert", "tokens"),
@@ -261,16 +266,27 @@ def view_sections(view: View) -> list[Section]:
     if not view.last or not view.main:  # the summary has those of the last step
         findings = routing_findings(view)
         parts.append(Section("findings", "Findings of this view", findings=findings, view=view.label))
+    more = []
     for name, title, specs, text, missing in SECTIONS:
-        figures = drawable(specs, view.tables)
+        figures = drawable([spec for spec in specs if spec.name in LEAD], view.tables)
+        rest = drawable([spec for spec in specs if spec.name not in LEAD], view.tables)
         why = missing if view.main else "recorded for the other phase only"
         words = "" if specs[0].can_draw(view.tables) else f" Not available: {why}."
         if name == "maps" and view.main:
             words = f" {' '.join(missing_maps(view.tables))}"
         if name == "domains" and view.main and values_of(view.tables, "token_information").empty:
             words += " No token specialisation: this trace holds no token ids."
-        tables = folded_tables(name, view.tables) if figures else []
-        parts.append(Section(name, title, text + words, figures, tables, view=view.label))
+        tables = folded_tables(name, view.tables) if figures or rest else []
+        if rest or (tables and not figures):
+            more.append(Section(f"more-{name}", title, "" if figures else text + words, rest, tables))
+        if figures or not rest:
+            shown = [] if rest else tables
+            parts.append(Section(name, title, text + words, figures, shown, view=view.label))
+    if more:
+        count = counted(sum(len(section.figures) for section in more), "figure")
+        names = ", ".join(section.title.lower() for section in more)
+        line = f"{count}: {names}"
+        parts.append(Section("more", "More", sections=more, folded=True, line=line, view=view.label))
     parts += layer_sections(view)
     if (payload := text_payload(view)) is not None:
         widget = ("text", payload)
@@ -431,7 +447,7 @@ def view_measures(view: View) -> Iterator[Measure]:
         )
     domains = view.tables.get("domains", pd.DataFrame())
     for domain, rows in domains.groupby("domain") if len(domains) else ():
-        rows = rows.rename(columns={"claimed": "beyond"})
+        rows = rows.rename(columns={"claimed": "beyond", "affinity_noise": "noise"})
         words = (
             "Beyond chance: corrected over all experts, layers and domains, with permuted document labels."
         )
@@ -460,7 +476,10 @@ def strips(run: Run) -> list[Strip]:
     for view in routing_views(load_trace(run)):
         for metric, title, measure in STRIPS:
             if len(rows := values_of(view.tables, metric)):
-                found.append(Strip(metric, title, rows[["layer", "value", "chance"]], view.label, measure))
+                ends = rows[["largest", "collapse", "chance"]].max()
+                most = ends["largest"] if ends["largest"] > 0 else ends[["collapse", "chance"]].max()
+                frame = rows[["layer", "value", "chance"]]
+                found.append(Strip(metric, title, frame, view.label, measure, float(most)))
     return found
 
 

@@ -820,7 +820,12 @@ def strips(run: Run) -> list[Strip]:
                 frame = rows[["layer"]].assign(value=rows["_value"], chance=rows["_chance"])
                 if "verdict" in rows:
                     frame["word"] = rows["verdict"].str.replace("_", " ")
-                found.append(Strip(column, title, frame, view.label))
+                most = TABLES[table].quantity(column).most
+                found.append(
+                    Strip(
+                        column, title, frame, view.label, most=most if isinstance(most, int | float) else None
+                    )
+                )
     return found
 
 

@@ -114,6 +114,7 @@ M.choice = (values, chosen, choose) => {
   const parse = (color) => (color[0] === "#" ? [1, 3, 5].map((at) => parseInt(color.slice(at, at + 2), 16)) : color.match(/[\d.]+/g).slice(0, 3).map(Number));
   // the colours of scales by theme: what chance leaves is nearly the page's background, the ends stand out from it
   M.SCALE = { light: ["#2166ac", "#92c5de", "#f3f4f6", "#f4a582", "#b2182b", "#0b2f5b"], dark: ["#6aaee8", "#2d5f8f", "#20252b", "#96503a", "#f08c6c", "#9cc4f0"] };
+  M.sequential = () => { const scale = M.SCALE[M.theme.dark() ? "dark" : "light"]; return [scale[2], scale[5]]; };
   M.diverging = () => M.SCALE[M.theme.dark() ? "dark" : "light"].slice(0, 5);
   // The end of a scale of differences: the largest, and at least 3 standard deviations of the noise, which then looks pale.
   M.anchored = (differences, noises, unit = "") => {

@@ -1,7 +1,7 @@
 // The map: layers x experts, coloured by a measure. A click opens the expert, a click on a row its layer.
 M.map = (() => {
   const { make } = M;
-  const SEQUENTIAL = ["#440154", "#3b528b", "#21918c", "#5ec962", "#fde725"];
+  const BOUND = 1.96; // standard deviations of a cell's own 95 % null interval
   const LABEL = 44, TOP = 4, AXIS = 22, BELOW = 90, SMALLEST = 9;
   let data = null, geometry = null, cursor = null;
   let canvas, tip, title, caption, legend, colour, sort, beyond, unknown, frame, cue;
@@ -64,9 +64,20 @@ M.map = (() => {
     const values = measure.value.flat().filter((cell) => cell !== null);
     const [low, high] = measure.limits ?? [Math.min(...values), Math.max(...values)];
     const f = measure.logarithmic ? (x) => Math.log2(Math.max(x, 1e-9)) : (x) => x;
-    const stops = measure.middle === null ? SEQUENTIAL : M.diverging();
+    const stops = measure.middle === null ? M.sequential() : M.diverging();
     const scale = stops.map((color, i) => [i / (stops.length - 1), color]);
-    return { low, high, stops, color: (value) => `rgb(${M.blend(scale, (f(value) - f(low)) / (f(high) - f(low) || 1))})` };
+    return { low, high, stops, color: (row, expert) => `rgb(${M.blend(scale, (f(signal(measure, row, expert, low)) - f(low)) / (f(high) - f(low) || 1))})` };
+  }
+  // What a cell is coloured by: pale inside its own null interval, from its end on by how far it is away.
+  function signal(measure, row, expert, low) {
+    const value = measure.value[row][expert], chance = measure.chance?.[row][expert] ?? measure.middle;
+    const half = BOUND * (measure.noise?.[row][expert] ?? NaN);
+    if (!(half >= 0) || chance === null) return value;
+    const pale = measure.middle ?? low;
+    if (Math.abs(value - chance) <= half) return pale;
+    if (measure.middle === null) return value > chance ? value : pale;
+    const end = chance + Math.sign(value - chance) * half;
+    return measure.logarithmic ? (pale * value) / Math.max(end, 1e-9) : pale + value - end;
   }
   // ---- the order of a layer's experts: by number, by a measure, or by an order that puts related experts side by side
   const SORTS = { number: "by number", value: "by value", load: "by load", cluster: "by cluster" };
@@ -137,7 +148,7 @@ M.map = (() => {
     const gap = Math.min(1, w / 6);
     const far = measure.beyond?.[row][expert];
     pen.globalAlpha = beyond.checked && tested(measure) && !far ? 0.22 : 1;
-    pen.fillStyle = scale.color(measure.value[row][expert]);
+    pen.fillStyle = scale.color(row, expert);
     pen.fillRect(x, y, w - gap, h - gap);
     pen.globalAlpha = 1;
     if (beyond.checked && far && w > 5) {
@@ -182,7 +193,9 @@ M.map = (() => {
   function drawLegend(measure, scale) {
     const bar = make("span", { class: "gradient", style: `background:linear-gradient(90deg,${scale.stops.join(",")})` });
     const ends = [scale.low, scale.high].map((value) => M.number(value));
-    legend.replaceChildren(make("span", {}, ends[0]), bar, make("span", {}, `${ends[1]} ${measure.unit}`),
+    const noisy = measure.noise?.some((row) => row.some((cell) => cell > 0));
+    legend.replaceChildren(make("span", {}, `${measure.limits && measure.middle !== null ? "≤ " : ""}${ends[0]}`), bar, make("span", {}, `${measure.limits && measure.middle !== null ? "≥ " : ""}${ends[1]} ${measure.unit}`),
+      noisy ? make("span", { class: "soft" }, "pale: within chance") : "",
       geometry.strips.length ? make("span", { class: "right" }, M.strips.legend(geometry.strips)) : "");
   }
 

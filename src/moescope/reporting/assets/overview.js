@@ -32,10 +32,13 @@ M.overview = (() => {
   // ---- key numbers: value, bar with the chance mark, one word
   function card([{ key }]) {
     const { name, unit, value, chance, word, reference } = key;
-    const top = Math.max(key.most ?? 0, Math.abs(value), chance ?? 0, 1e-12);
-    const part = (size) => `${(100 * Math.min(Math.abs(size), top)) / top}%`;
+    // a bar has the fixed scale of its quantity, or there is none; negative values go to the left of the middle
+    const zero = value < 0 || chance < 0 ? 50 : 0;
+    const at = (size) => zero + (100 - zero) * Math.max(-1, Math.min(1, size / key.most));
+    const bar = () => make("span", { class: "bar" }, make("i", { style: `left:${Math.min(zero, at(value))}%;width:${Math.abs(at(value) - zero)}%` }),
+      chance === null ? null : make("u", { class: "chance", style: `left:${at(chance)}%` }));
     return make("div", { class: "card" }, make("div", { class: "name" }, name), make("div", { class: "value" }, M.number(value), make("small", {}, unit)),
-      make("span", { class: "bar" }, make("i", { style: `width:${part(value)}` }), chance === null ? null : make("u", { class: "chance", style: `left:${part(chance)}` })),
+      key.most > 0 ? bar() : null,
       make("div", { class: "words" }, word ? make("b", {}, word) : null, chance === null ? null : ` ${reference} ${M.number(chance)}`));
   }
   // At most five, each quantity once: the verbs take turns. Of two runs every number that both have, on one scale.

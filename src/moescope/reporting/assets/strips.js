@@ -14,7 +14,7 @@ M.strips = (() => {
       const at = baseline.layer.indexOf(layer);
       return at < 0 || strip.value[i] === null || baseline.value[at] === null ? null : strip.value[i] - baseline.value[at];
     });
-    return { ...strip, title: `Δ ${strip.title}`, value, chance: undefined, word: undefined, change: true };
+    return { ...strip, title: `Δ ${strip.title}`, value, chance: undefined, word: undefined, change: true, most: null };
   }
   // Those about the map's measure first, then of its verb, then others; where the map shows a change, their change.
   function shown(all, measure, changed) {
@@ -31,15 +31,16 @@ M.strips = (() => {
       if (at < 0 || strip.value[at] === null) return;
       const chance = strip.chance?.[at];
       const known = [...strip.value, ...(strip.chance ?? [])].filter((value) => value !== null);
-      const top = Math.max(...known.map(Math.abs), 1e-12);
-      const room = strip.change ? (WIDTH - 10) / 2 : WIDTH - 10;
-      const zero = left(strips, index, width) + (strip.change ? room : 0);
-      const long = (value) => (strip.change ? value / top : Math.max(0, value / top)) * room;
+      const top = strip.most ?? Math.max(...known.map(Math.abs), 1e-12);
+      const signed = strip.change || known.some((value) => value < 0); // negative values go to the left
+      const room = signed ? (WIDTH - 10) / 2 : WIDTH - 10;
+      const zero = left(strips, index, width) + (signed ? room : 0);
+      const long = (value) => Math.max(-1, Math.min(1, value / top)) * room;
       pen.fillStyle = M.theme.color("--bar");
       pen.fillRect(zero + Math.min(0, long(strip.value[at])), y + height * 0.22, Math.abs(long(strip.value[at])), Math.max(2, height * 0.5));
       pen.fillStyle = M.theme.color("--ink");
-      if (strip.change) pen.fillRect(zero - 0.5, y, 1, height);
-      else if (chance !== null && chance !== undefined) pen.fillRect(zero + long(chance), y + 1, 1.5, height - 3);
+      if (signed) pen.fillRect(zero - 0.5, y, 1, height);
+      if (!strip.change && chance !== null && chance !== undefined) pen.fillRect(zero + long(chance), y + 1, 1.5, height - 3);
     });
   }
   const drawTitles = (pen, strips, width, y) => strips.forEach((strip, index) => pen.fillText(strip.title, left(strips, index, width), y));

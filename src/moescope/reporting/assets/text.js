@@ -4,8 +4,8 @@ M.widgets.text = (() => {
   const KEYS = 14; // experts in the legend
   const word = (text, attributes = {}) => make("bdi", attributes, text);
   const percent = (part, whole) => `${((100 * part) / whole).toFixed(0)} %`;
-  // An expert has the same colour in every layer and document: neighbours in number are far apart in hue.
-  const hueOf = (expert) => `hsl(${((expert * 137.508) % 360).toFixed(0)} 70% var(--lightness))`;
+  // An expert has the same colour in every layer and document, and in figures.
+  const hueOf = (expert) => M.data.palette[expert % M.data.palette.length];
   // the gate's share of the token's gates; one half where the run holds no gates
   function share(gates, place) {
     const total = gates.reduce((sum, gate) => sum + (gate ?? 0), 0);
