@@ -199,7 +199,7 @@ SECTIONS: list[tuple[str, str, Sequence[Drawable], str, str]] = [
         "Tokens per expert. The chance level is balanced random routing of as many tokens; text lies above "
         "it even for a balanced router, because adjacent tokens are alike. At collapse every token goes to "
         "the same k experts.",
-        "trace again with --overwrite",
+        "under five tokens per expert are expected; trace a longer text",
     ),
     (
         "decisions",
