@@ -150,12 +150,15 @@ def summary(run: Run) -> Summary:
 def view_summary(view: View) -> Summary:
     """Verdict, key numbers and findings of a view, and those of each domain of its text."""
 
-    def of(tables: Tables, findings: list[str], **more: Any) -> Summary:
-        verdict = verdict_of(VERDICT, tables, TABLES)
+    def of(tables: Tables, findings: list[str], domain: str = "", **more: Any) -> Summary:
+        said = verdict_of(VERDICT, tables, TABLES)
+        verdict = Finding(f"{domain}: {said[:1].lower()}{said[1:]}", **said.place) if domain else said
         return Summary([], findings, key_numbers(NUMBERS, tables, TABLES), verdict=verdict, **more)
 
     parts = {domain: of_domain(view.tables, domain) for domain in domains_of(view)}
-    domains = {domain: of(tables, say_all(FINDINGS, tables, TABLES)) for domain, tables in parts.items()}
+    domains = {
+        domain: of(tables, say_all(FINDINGS, tables, TABLES), domain) for domain, tables in parts.items()
+    }
     figures = drawable([spec for spec in SPECIALISED if spec.name == "specialisation_map"], view.tables)
     lead = [Section("lead", "", figures=figures)] if figures else []
     return of(view.tables, routing_findings(view), view=view.label, domains=domains, lead=lead)
