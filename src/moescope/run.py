@@ -50,6 +50,7 @@ if TYPE_CHECKING:
 
 Frames = dict[str, "pd.DataFrame"]
 RUN_JSON = "run.json"
+MOST_JSON = 10**8  # bytes
 SHAPE = "fields"  # in run.json: the kinds of all other fields
 STREAMED = "streamed"  # folder of what a streamed run needs to continue at the layer it had reached
 OWN_FILES = (RUN_JSON, REPORT, STREAMED)  # and the tables and files of the verb
@@ -548,6 +549,8 @@ def read_run_json(folder: Path) -> dict[str, Any] | None:
     try:
         if not path.is_file():
             return None
+        if path.stat().st_size > MOST_JSON:
+            raise ValueError
         info = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise BadInput(f"{path}: cannot be read ({reason(error)}); give another folder") from None

@@ -27,7 +27,8 @@ from moescope.errors import BadInput
 from moescope.execution.models import load_tokenizer
 from moescope.execution.recorded import Shape, read_trace
 from moescope.execution.texts import check_not_empty, sources
-from moescope.run import Run
+from moescope.lab.config import read_toml
+from moescope.run import Run, read_run_json
 from routing.tiny_text import save_model as save_text_model
 from routing.tiny_text import texts, write_jsonl
 
@@ -74,6 +75,18 @@ def test_only_a_regular_config_of_some_megabytes_is_read(tmp_path, kind):
             open_checkpoint(folder)
         with pytest.raises(BadInput):
             moescope.trace(folder, text=tmp_path / "text", out=tmp_path / "run", quiet=True)
+
+
+@pytest.mark.parametrize("kind", ["a pipe", "a device", "a large file"])
+def test_a_toml_file_and_run_json_are_read_from_regular_files(tmp_path, kind):
+    for name, read in (("a.toml", read_toml), ("run.json", lambda file: read_run_json(file.parent))):
+        (tmp_path / name).touch()
+        replace_by(tmp_path / name, kind)
+        if name == "a.toml" or kind == "a large file":
+            with pytest.raises(BadInput, match=name):
+                read(tmp_path / name)
+        else:
+            assert read(tmp_path / name) is None  # no run
 
 
 @pytest.mark.parametrize("kind", ["rows", "lists"])

@@ -25,6 +25,7 @@ STATE = "training_state.pt"  # among the checkpoints: what a training is resumed
 LAYOUTS = ("packed", "documents", "padded")
 TRAINED = ("routers", "routers+experts", "everything")
 KEPT = "kept"
+MOST_TOML = 10**7  # bytes
 MODEL, UPCYCLED, TRAINER, CONTROL = "model", "upcycled", "trainer", "control"  # folders of train --base
 REMOVED = {  # table and key -> what there is instead
     ("base", "lora"): "the tensors themselves are trained, of routers in little memory",
@@ -276,8 +277,12 @@ def with_router(config: LabConfig, router: str) -> LabConfig:
 
 
 def read_toml(path: str | Path) -> dict[str, Any]:
+    file = Path(path)
     try:
-        return tomllib.loads(Path(path).read_text(encoding="utf-8"))
+        special = file.exists() and not file.is_file() and not file.is_dir()
+        if special or (file.is_file() and file.stat().st_size > MOST_TOML):
+            raise BadInput(f"{path}: a pipe or device, or over {MOST_TOML:,} bytes; give a TOML file")
+        return tomllib.loads(file.read_text(encoding="utf-8"))
     except OSError as error:
         reason = error.strerror or error
         raise BadInput(f"cannot read {path}: {reason}; pass the path of a TOML file") from None
