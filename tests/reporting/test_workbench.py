@@ -340,7 +340,7 @@ def poor_texts(page):
         pytest.param(
             "trace", "#/routing?layer=1", "[data-figure=coactivation_heatmap]", marks=pytest.mark.slow
         ),
-        pytest.param("trace", "#/text", ".tokens", marks=pytest.mark.slow),
+        pytest.param("trace", "#/text?layer=1", ".tokens", marks=pytest.mark.slow),
     ],
 )
 def test_every_text_has_a_contrast_of_four_and_a_half(opened, name, place, selector, scheme):
