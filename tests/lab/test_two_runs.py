@@ -163,7 +163,7 @@ def test_a_figure_of_two_runs_has_a_line_of_caption_each_and_ticks_over_both(pag
         ".map((trace) => trace.name)"
     )
     drawn = bring(page, "specialisation_by_layer").locator(".plot").evaluate(grey)
-    assert drawn == ["permuted labels"]
+    assert drawn == ["permuted labels", "the maximum"]
 
 
 def test_a_table_says_whose_it_is_and_bars_of_two_runs_stand_together(page, two, trained_run: Run):
