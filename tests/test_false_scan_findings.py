@@ -8,11 +8,14 @@ import numpy as np
 import pandas as pd
 import pytest
 
+from checkpoints import tiny_checkpoint
+from moescope.run import Run
 from moescope.spectral.pairing import CHANCE, pairing_test
 from moescope.types import LayerWeights
 from moescope.weights import layer as layer_module
 from moescope.weights.layer import ScanSettings, correct_tests, decompose_layer
 from moescope.weights.report import differing_layers
+from moescope.weights.verb import scan
 from moescope.weights.views import router_rows
 from spectral.builders import layer_weights, random_weights
 
@@ -93,3 +96,43 @@ def planted(seed: int) -> LayerWeights:
     rest_ED = rest_ED - (rest_ED * first_ED).sum(1, keepdims=True) * first_ED
     rest_ED /= np.linalg.norm(rest_ED, axis=1, keepdims=True)
     return layer_weights(PLANTED**0.5 * first_ED + (1 - PLANTED) ** 0.5 * rest_ED, gates, ups, downs)
+
+
+MAPS = (
+    "alignment_by_expert",
+    "alignment_by_expert_and_k",
+    "pair_matrix",
+    "cosine_heatmap",
+    "overlap_heatmap",
+)
+
+
+def coloured_cells(run: Run, name: str) -> np.ndarray:
+    """Whether each cell that has a chance level is coloured, on all pages of a map."""
+    figure = run.draw(name)
+    cells = [np.ravel(trace["z"]) for trace in figure.data if trace["type"] == "heatmap"]
+    known = np.concatenate([part[~np.isnan(part)] for part in cells])
+    return known != 0
+
+
+def test_of_random_models_at_most_6_percent_of_the_cells_of_any_map_are_coloured(tmp_path):
+    found: dict[str, list[np.ndarray]] = {name: [] for name in MAPS}
+    for seed in range(20):
+        model = tiny_checkpoint(tmp_path / str(seed), layers=3, experts=8, d_model=32, d_ff=48, seed=seed)
+        run = scan(model, out=tmp_path / f"run{seed}", router="raw", quiet=True)
+        for name, cells in found.items():
+            cells.append(coloured_cells(run, name))
+    rates = {name: float(np.concatenate(cells).mean()) for name, cells in found.items()}
+    print(rates)
+    assert max(rates.values()) <= 0.06
+    assert min(rates.values()) > 0
+
+
+def test_planted_cells_of_a_scan_are_coloured(planted_run):
+    """Experts 2 and 5 of layer 3 are nearly the same; every row of layer 1 is aligned with its expert."""
+    figure = planted_run.draw("cosine_heatmap", layer=3)
+    assert figure.data[0]["z"][2, 5] > 0
+    aligned = planted_run.draw("alignment_by_expert", quantity="z_vs_shuffle")
+    page = aligned.slider.start * aligned.slider.per_value
+    layers = list(aligned.data[page]["y"])
+    assert (aligned.data[page]["z"][layers.index("1")] > 0).mean() >= 0.7
