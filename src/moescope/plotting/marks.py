@@ -554,7 +554,7 @@ class Grid(Mark):
     def side_by_side(self, name: str, frame: pd.DataFrame, table: Table) -> Page:
         """Return a small map per value of `panels`, in rows of three or four."""
         parts = list(frame.groupby(self.panels))
-        across = 3 if len(parts) <= 12 else 4
+        across = min(len(parts), 3 if len(parts) <= 12 else 4)
         down = -(-len(parts) // across)
         traces: list[Trace] = []
         layout = base_layout(table.quantity(self.x).axis(self.x), table.quantity(self.y).axis(self.y))
@@ -581,6 +581,7 @@ class Grid(Mark):
                 own["anchor"] = f"{'y' if end == 'x' else 'x'}{axis}"
                 outer = column == 0 if end == "y" else place + across >= len(parts)
                 own["title"] = titles[end] if outer else {"text": ""}
+                own["showticklabels"] = end == "x" or outer
                 layout[f"{end}axis{axis}"] = own
             note = {"text": words, "x": left, "y": top - 0.08 / down, "xref": "paper", "yref": "paper"}
             more = {"xanchor": "left", "yanchor": "bottom", "showarrow": False, "font": {"size": 11}}

@@ -133,7 +133,7 @@ M.figures = (() => {
     const Plotly = await M.plotly();
     const narrow = div.clientWidth < 480;
     themedTraces(figure.data, M.theme.dark() ? "dark" : "light");
-    if (narrow) fewerTicks(figure.layout.xaxis ?? {});
+    if (narrow) for (const axis of axesOf(figure.layout)) if (axis[0] === "x") fewerTicks(figure.layout[axis]);
     fewerDigits(figure.data, div.clientWidth);
     const height = figure.height + (narrow ? 14 * Math.max(0, legendEntries(figure.data) - 3) : 0);
     div.style.height = `${height}px`;
