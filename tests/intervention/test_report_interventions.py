@@ -13,6 +13,7 @@ from intervention.intervention_runs import (
     top_k_tables,
     write_run,
 )
+from moescope.cli import run_lines
 from moescope.reporting.page import page_content
 from moescope.verb import Selection
 
@@ -108,6 +109,8 @@ def test_continuations_stand_side_by_side_and_say_where_they_part(tmp_path):
     assert (
         words_of(run)[-1] == "Generated text: 1 of 1 continuation with a difference, the earliest at token 1."
     )
+    printed = run_lines(run, verbose=False)
+    assert printed[-3:] == ["once (top_k k=2)", "  untouched: upon a time", "  changed:   upon the"]
     section = run.verb.sections(run, Selection())[-1]
     name, (pair,) = section.widget
     assert name == "continuations"
