@@ -53,12 +53,16 @@ def place_of(page_of, tmp_path_factory):
 def test_the_first_screen_has_key_numbers_a_picture_and_findings(opened, place_of, kind):
     page = opened(place_of(kind))
     expect(page.locator(".findings-box li").first).to_be_visible()
-    cards = page.locator("#tab-overview .card")
-    assert 1 <= cards.count() <= 6
+    expect(page.locator(".verdicts p").first).to_be_in_viewport(ratio=1)
+    cards = page.locator(
+        "#tab-overview .dumbbells tbody tr" if kind == "scans" else ".overview-row > .cards .card"
+    )
+    assert 3 <= cards.count() <= (10 if kind == "scans" else 5)
     for card in cards.all():
         expect(card).to_be_in_viewport(ratio=1)
-    rows = {round(card.bounding_box()["y"]) for card in cards.all()}
-    assert len(rows) == (2 if kind == "scans" else 1)
+    rows = {round(card.bounding_box()["y"]) for card in page.locator(".overview-row > .cards .card").all()}
+    assert len(rows) == (0 if kind == "scans" else 1)
+    assert len({card.text_content() for card in cards.all()}) == cards.count()  # each quantity once
     pictures = page.locator("#tab-overview canvas:visible, #tab-overview .figure-slot:visible")
     expect(pictures.first).to_be_in_viewport(ratio=0.95)
     for part in page.locator("#tab-overview canvas:visible, .map .legend:visible").all():

@@ -15,7 +15,7 @@ M.map = (() => {
     const wanted = M.state.get().colour;
     const domain = M.selected.domain();
     const ofDomain = wanted ? null : all.find((measure) => domain !== null && measure.domain === domain);
-    return ofDomain ?? all.find((measure) => measure.name === wanted && (!measure.domain || measure.domain === domain)) ?? all.find((measure) => !measure.domain && other(measure)) ?? all[0] ?? null;
+    return ofDomain ?? all.find((measure) => measure.name === wanted && (!measure.domain || measure.domain === domain)) ?? all.find((measure) => measure.name === wanted) ?? all.find((measure) => !measure.domain && other(measure)) ?? all[0] ?? null;
   }
   // the same measure of the run to compare with
   function other(measure) {

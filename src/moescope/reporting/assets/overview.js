@@ -157,8 +157,9 @@ M.overview = (() => {
     const map = await M.map.element();
     const below = make("div", { class: "below-map" }, ...tabs[0].sections.map((entry) => M.sections.element(entry)));
     const charts = tabs[0].sections.some((entry) => entry.figures?.length);
-    const leads = tabs[0].sections.some((entry) => entry.id === "lead" && !entry.run); // of the first run, or of all
-    const place = make("div", { class: "map-place" + (charts && !map.hidden ? " with-charts" : "") }, ...(leads ? [below, map] : [map, below]));
+    const lead = tabs[0].sections.find((entry) => entry.id === "lead" && !entry.run); // of the first run, or of all
+    const place = make("div", { class: "map-place" + (charts && !map.hidden ? " with-charts" : "") }, ...(lead ? [below, map] : [map, below]));
+    place.classList.toggle("beside", lead?.run === 0);
     row.append(cards, list, place);
     panel.append(verdict, row);
     panel.below = below;
