@@ -258,6 +258,8 @@ def damage_cells(chance: random.Random, file: Path) -> None:
         values = [True, False]
     elif pa.types.is_list(kind):
         values = [[], [-1], [0, 0], [3] * 50, [2**31 - 1], [99, 1]]
+        if pa.types.is_floating(kind.value_type):
+            values = [[float(number) for number in numbers] for numbers in values]
     nothing = [None] if table.schema.field(column).nullable else []
     cells, value = table.column(column).to_pylist(), chance.choice([*nothing, *values])
     for row in [chance.randrange(len(cells))] if chance.random() < 0.5 else range(len(cells)):
