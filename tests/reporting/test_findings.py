@@ -65,7 +65,7 @@ DATA = {"layers": LAYERS, "experts": EXPERTS}
         (Said("experts", "effect", only="dead", text="{count} dead: {rows}"), "1 dead: layer 0, expert 1"),
         (
             Said("experts", "effect", pick="largest", group="policy", text="{groups}"),
-            "Lfu 2.5 (layer 1, expert 1), LRU 0.5 (layer 0, expert 0)",
+            "Lfu 2.5 (L1 E1), LRU 0.5 (L0 E0)",
         ),
         (Said("experts", "effect", pick="largest", text="{policy} with {slots} slots"), "Lfu with 8 slots"),
         (Said("experts", "effect", where="effect > 9", text="x", otherwise="none"), None),
