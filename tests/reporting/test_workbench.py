@@ -100,7 +100,7 @@ LAYERS_SHOWN = """() => {
 }"""
 
 
-@pytest.mark.parametrize(("tab", "least"), [("weights", 8), ("routing", 12)])
+@pytest.mark.parametrize(("tab", "least"), [("weights", 8), ("routing", 11)])
 def test_a_click_on_the_map_changes_every_figure_that_has_layers(opened, tab, least):
     page = opened("train")
     click_cell(page, 1, 2, 2, 4)

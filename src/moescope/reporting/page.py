@@ -139,6 +139,10 @@ class Page:
         self.together: list[dict[str, Any]] = []  # findings on several runs of a verb
         self.summaries = {run.path: summary_of(run) for run in self.runs}
         self.bases = [expert_base(run) for run in self.runs]  # those of one base have the same experts
+        for run in self.runs:  # in the order of the summary: not every view has a lead picture
+            for section in self.summaries[run.path].sections:
+                if section.view:
+                    self.view(run, section.view)
 
     def keep(self, name: str, value: Any) -> str:
         """Keep a payload and return its name."""
