@@ -97,7 +97,7 @@ def test_a_report_is_written_anew_only_where_the_run_or_a_part_of_it_changed(inp
 
 @pytest.mark.parametrize("error", [ZeroDivisionError("by zero\nsecond line"), KeyError("layer")])
 def test_a_report_that_fails_is_one_line_and_the_run_is_done(inputs, tmp_path, monkeypatch, error):
-    def fail(runs, more):
+    def fail(*given):
         raise error
 
     monkeypatch.setattr("moescope.reporting.page.page_content", fail)
