@@ -13,8 +13,6 @@ from pathlib import Path
 from unittest.mock import MagicMock, Mock
 
 import pytest
-import ray
-from ray import exceptions
 
 import processes_work
 import ray_work
@@ -119,8 +117,11 @@ def test_bad_input_in_a_worker_is_the_same_bad_input_here(connected):
     assert str(caught.value) == "three: not wanted; give another number"
 
 
-def test_a_dead_raylet_is_one_line(monkeypatch):
+def test_a_dead_raylet_is_one_line(ray_cluster, monkeypatch):
     """Also where stopping what was started fails, since it is asked of the dead process."""
+    import ray  # after the cluster has its token, which Ray reads once
+    from ray import exceptions
+
     dead = exceptions.RaySystemError("raylet died")
     for name in ("wait", "cancel", "kill"):
         monkeypatch.setattr(ray, name, Mock(side_effect=dead))
@@ -129,7 +130,11 @@ def test_a_dead_raylet_is_one_line(monkeypatch):
         done(RayEngine("cpu", 1, 0, {}), ray_work.square, [1, 2])
 
 
-def test_a_cluster_that_starts_too_slowly_is_one_line(monkeypatch):
+def test_a_cluster_that_starts_too_slowly_is_one_line(ray_cluster, monkeypatch):
+    import ray
+
+    monkeypatch.setattr(ray, "is_initialized", Mock(return_value=False))
+    monkeypatch.setattr(ray, "shutdown", Mock())  # other tests use the cluster
     monkeypatch.setattr(ray, "init", Mock(side_effect=Exception("The current node timed out. Or not.")))
     slow = r"Ray cannot be started here \(The current node timed out\); use --engine local"
     with pytest.raises(BadInput, match=slow), open_engine("ray", None, "cpu"):

@@ -25,11 +25,21 @@ def text_of(page):
     return body
 
 
+def open_more(page):
+    more = page.locator("#tab-routing details.folded:visible", has_text="More")
+    more.locator("> summary").click()
+    expect(more.locator("details.inner").first).to_be_visible()
+    for part in more.locator("details.inner > summary").all():
+        part.click()
+    return more
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(("width", "scheme"), [(1400, "light"), (390, "dark")])
 def test_every_routing_figure_is_drawn_and_nothing_is_wider_than_the_page(opened, width, scheme):
     page = opened("trace", "#/routing?layer=1", width, scheme)
     expect(page.locator("#tab-routing .figure-slot").first).to_be_visible()
+    open_more(page)
     scroll_through(page)
     slots = page.locator(".figure-slot:visible")
     count = len(FIGURES) - 1  # two checkpoints have no curve of saturation
@@ -169,7 +179,7 @@ def test_a_reader_changes_the_view_and_sees_only_that_one(opened):
     page.locator("#top select[data-state=phase]").select_option("decode")
     page.locator("#top select[data-state=step]").select_option("step 100")
     expect(loads).to_have_count(1)
-    expect(page.locator("section[data-section=separation]:visible")).to_contain_text("the other phase only")
+    expect(open_more(page)).to_contain_text("the other phase only")
     page.locator("#tabs a[data-tab=overview]").click()
     assert page.evaluate("M.map.candidates().every((measure) => measure.view === 'step 100, decode')")
 

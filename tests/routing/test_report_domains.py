@@ -71,7 +71,7 @@ def test_each_domain_names_its_experts_beyond_corrected_chance_strongest_domain_
 
 def test_the_command_line_and_the_overview_say_that_a_random_model_has_no_domain_experts(traced_run, capsys):
     """One of its intervals lies above 1, as one of 40 does by chance."""
-    cli.show(None, traced_run, as_json=False, quiet=False)
+    cli.show(None, traced_run, as_json=False, quiet=False, verbose=True)
     printed = capsys.readouterr().out
     (line,) = [text for text in summary(traced_run).findings[:5] if text.startswith("Domain experts")]
     assert line in printed

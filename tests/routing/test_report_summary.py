@@ -17,9 +17,9 @@ from report_payloads import page_data
 
 
 def test_terminal_json_and_report_say_the_same(traced_run, tmp_path, capsys):
-    cli.show(None, traced_run, as_json=False, quiet=False)
+    cli.show(None, traced_run, as_json=False, quiet=False, verbose=True)
     printed = capsys.readouterr().out
-    cli.show(None, traced_run, as_json=True, quiet=False)
+    cli.show(None, traced_run, as_json=True, quiet=False, verbose=False)
     facts = json.loads(capsys.readouterr().out)
     page = page_data(report(traced_run, out=tmp_path / "r.html").read_text(encoding="utf-8"))
     assert len(facts["findings"]) > 6

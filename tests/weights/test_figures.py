@@ -134,7 +134,7 @@ def test_cosines_are_coloured_where_they_leave_chance_and_can_be_ordered_by_simi
 def test_published_thresholds_are_drawn(planted_run):
     drawn = lines(planted_run.draw("orthogonality_by_layer"))
     assert set(drawn["redundancy"]["y"]) == {0.3}
-    assert set(drawn["collapse"]["y"]) == {0.7}
+    assert set(drawn["shared direction"]["y"]) == {0.7}
     terms = lines(planted_run.draw("ambiguity_by_layer"))
     assert set(terms["high above 0.7"]["y"]) == {0.7}
     rows = planted_run.table("ambiguity").query("router == 'raw'").sort_values("layer")

@@ -44,7 +44,7 @@ def grey(figure) -> dict[str, np.ndarray]:
 COSINE = {
     "random √(2/(πd)), mean |cos|": np.full(5, math.sqrt(2 / (math.pi * D))),
     "redundancy": np.full(5, 0.3),
-    "collapse": np.full(5, 0.7),
+    "shared direction": np.full(5, 0.7),
 }
 ACROSS = {
     "accuracy_by_k": {"chance 1/n": np.full(8, 1 / N)},

@@ -1231,6 +1231,7 @@ def grid_caption(frame: pd.DataFrame, table: Table, name: str, keys: tuple[str, 
     if enough["_noise"].notna().any():
         away, bound = distance(enough, column)
         beyond = int((np.abs(np.nan_to_num(away)) > bound).sum())
-        outside = f"; {beyond:,} of {len(enough):,} beyond chance (expected: {number(0.05 * len(enough))})"
+        expected = f" (expected: {number(0.05 * len(enough))})" if len(keys) < 3 else ""
+        outside = f"; {beyond:,} of {len(enough):,} beyond chance{expected}"
     words = f"{extremes(enough, table, *keys)}{chance_of(enough, column)}"
     return f"{capital(table.label(name))}{words}{outside}."

@@ -154,7 +154,7 @@ COLUMNS: dict[str, Column] = {
     "share_chance": Column("float", "That share for an expert that all domains use equally.",
         "1/number of domains", label="share by chance"),
     "dominant_share": Column("float", "The largest share of an expert's use that one domain has, if all domains were equally long.",
-        "max_d P(i | d)/Σ_d P(i | d)", at_worst="dominant_chance", at_chance="dominant_chance", at_best="1", label="share of the main domain",
+        "max_d P(i | d)/Σ_d P(i | d)", at_worst="dominant_chance", at_chance="dominant_chance", at_best="1", label="domain share",
         chance="dominant_chance", chance_label="permuted labels", noise="dominant_noise", few="few", **SHARE),
     "dominant_chance": Column("float", "That share with permuted labels of documents: mean of 200 permutations.", label="main share by chance"),
     "dominant_noise": Column("float", "Its standard deviation over these permutations.", label="spread of the main share"),
