@@ -80,7 +80,7 @@ def damage_rows(frame, how):
     ("how", "words"),
     [
         ("half", "12 rows, 24 were written"),
-        ("row", "a token twice in a layer"),
+        ("row", "two rows in one layer"),
         ("expert", "has 4 experts, and a token names"),
         ("negative", "has 4 experts, and a token names"),
         ("repeated", "has 4 experts, and a token names"),

@@ -429,16 +429,17 @@ def test_a_model_over_memory_and_disk_gives_the_counts_of_a_resident_one(tmp_pat
     )
 
 
-def test_the_length_of_the_text_is_known_without_a_limit_of_tokens(place, tmp_path, monkeypatch, capsys):
+def test_the_time_left_is_known_without_a_limit_of_tokens(place, tmp_path, monkeypatch, capsys):
     """A streamed run reads the text first, so that its length is known."""
-    monkeypatch.setattr("moescope.progress.MINUTE", 0.0)
+    for name, value in {"MINUTE": 0.0, "BURST": 0.0, "GROUPS": 1}.items():  # this text is read in an instant
+        monkeypatch.setattr(f"moescope.progress.{name}", value)
     domains = [f"{name}={place / name}.jsonl" for name in "ab"]
     run = moescope.trace(
         place / "mixtral", domain=domains, out=tmp_path / "run", device="cpu", execution="streamed"
     )
     tokens = sum(run.info["coverage"][0]["tokens"].values())
     lines = capsys.readouterr().err.splitlines()
-    assert any(f"of {tokens:,} tokens" in line for line in lines)
+    assert any(f"of {tokens:,} tokens" in line and line.endswith("left") for line in lines)
     assert any(line.startswith("execution streamed: expected memory") for line in lines)
 
 

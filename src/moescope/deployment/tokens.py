@@ -208,7 +208,7 @@ class TokenReader:
                 place = rows, np.searchsorted(self.keys_T, token_keys(part))
                 values_LTX[place] = read(part[column], rows)
                 there_LT[place], n_rows = True, n_rows + len(rows)
-            reject_if(n_rows > there_LT.sum(), f"{self.path}: a token twice in a layer; {AGAIN}")
+            reject_if(n_rows > there_LT.sum(), f"{self.path}: a token has two rows in one layer; {AGAIN}")
         return values_LTX
 
     def lists(self, column: str, filler: float, dtype: Any, width: int | None = None) -> NDArray[Any]:

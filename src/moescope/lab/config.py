@@ -551,7 +551,7 @@ def split_place(place: str, folder: Path, where: str) -> tuple[Path, str]:
 
 
 def load_function(place: str, folder: Path, where: str) -> Callable[..., Any]:
-    """Return the function; its file is run once per process and may import files that lie beside it."""
+    """Return the function. Its file runs once per process and may import files from its own folder."""
     path, name = split_place(place, folder, where)
     if not path.is_file():
         raise BadInput(f"{where}: {path}: no such file")
