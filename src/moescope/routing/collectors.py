@@ -530,7 +530,7 @@ def token_rows(columns: dict[str, Any], chosen_RK: Integers, gates_RK: Array | N
 
 
 def filled_lists(chosen_RX: Integers, values_RX: Array | None = None, null: bool = False) -> Any:
-    """Return one list per row: its experts, or their values, without empty slots; `null` makes empty lists null."""
+    """Return one list per row: its experts, or their values, without empty slots; `null`: no empty lists."""
     import pyarrow as pa
 
     counts_R = (there_RX := chosen_RX >= 0).sum(1)

@@ -244,7 +244,7 @@ def count_trace(stretches: list[Stretch], shape: Shape, lines: list[str]) -> Tra
 
 
 def check_choices(stretches: list[Stretch], names: dict[int, str], shape: Shape, lines: list[str]) -> None:
-    """Reject tokens that list the same expert twice in one layer; append the number of empty slots to `lines`.
+    """Reject tokens that list an expert twice in one layer; append the number of empty slots to `lines`.
 
     Recorders write -1 for padding, and where a layer has no choice for a token.
     """
